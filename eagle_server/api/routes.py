@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from eagle_server.api.generation.endpoint import Answer, Endpoint
+from eagle_server.api.generation.endpoint import Endpoint
 from eagle_server.api.generation.generate import respond
+from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.guard.body import process, read_body
 from eagle_server.api.guard.request_id import request_id_of
 from eagle_server.api.schemas.generation import SamplingBody
@@ -26,13 +27,14 @@ def generating_route(endpoint: Endpoint[Any]) -> Route:
 
     async def answer(request: Request) -> Response:
         body, prepare = await checked(endpoint, request)
-        return await respond(await process(request, body, prepare), request)
+        prepared = await process(request, body, prepare)
+        return await respond(endpoint.answer(body, prepared, service_of(request)), request)
 
     return Route(endpoint.path, answer, methods=["POST"])
 
 
-async def checked(endpoint: Endpoint[B], request: Request) -> tuple[B, Callable[[], Answer]]:
-    """The body of a request, and the function that prepares its answer.
+async def checked(endpoint: Endpoint[B], request: Request) -> tuple[B, Callable[[], Prepared]]:
+    """The body of a request, and the function that prepares it.
 
     Raises:
         ApiError: the body is wrong, or asks for another model.
@@ -42,7 +44,7 @@ async def checked(endpoint: Endpoint[B], request: Request) -> tuple[B, Callable[
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"{endpoint.id_prefix}{request_id_of(request)}"
-    return body, lambda: endpoint.answer(body, service, ready, response_id)
+    return body, lambda: endpoint.prepare(body, service, ready, response_id)
 
 
 class HeadRoute(APIRoute):

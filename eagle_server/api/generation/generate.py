@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 LONG_DELTA = 256  # tokens; spelling their scores takes more than a millisecond
 
 
-async def respond(answer: Answer, request: Request) -> Response:
+async def respond(answer: Answer[Any], request: Request) -> Response:
     """Generate, and respond with one JSON object or with a stream of server-sent events.
 
     Generation is aborted when the client disconnects.
@@ -60,7 +61,7 @@ def _expected(error: Exception) -> ApiError:
     return as_api_error(error)
 
 
-async def _whole(answer: Answer) -> bytes:
+async def _whole(answer: Answer[Any]) -> bytes:
     """The encoded response in one piece."""
     outputs, scores = [OutputDelta(state.index) for state in answer.states], Counter[str]()
     async with aclosing(_outputs(answer)) as deltas:
@@ -73,10 +74,10 @@ async def _whole(answer: Answer) -> bytes:
             else:
                 answer.keep(delta)
             outputs[delta.index].extend(delta)
-    return msgspec.json.encode(answer.response(answer.best(outputs)))
+    return msgspec.json.encode(answer.response(answer.prepared.best(outputs)))
 
 
-async def _events(answer: Answer) -> AsyncGenerator[tuple[bytes, bool], None]:
+async def _events(answer: Answer[Any]) -> AsyncGenerator[tuple[bytes, bool], None]:
     """Encoded events, and whether more will follow.
 
     An error before the first event is raised. A later one ends the stream with an error event.
@@ -102,7 +103,7 @@ async def _events(answer: Answer) -> AsyncGenerator[tuple[bytes, bool], None]:
     yield last, False
 
 
-async def _outputs(answer: Answer) -> AsyncGenerator[OutputDelta, None]:
+async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
     """Submit the requests and process their deltas until all have ended."""
     body, service = answer.body, answer.service
     states = {state.request.request_id: state for state in answer.states}

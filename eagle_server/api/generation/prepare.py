@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format
 from eagle_server.api.generation.prompts import check_token_ids, encode, refuse_media, render, token_limit, too_long
-from eagle_server.api.generation.request_state import Prompt, RequestState, TextOptions
+from eagle_server.api.generation.request_state import OutputDelta, Prompt, RequestState, TextOptions
 from eagle_server.api.generation.response_parts import check_scores, possible_scores
 from eagle_server.api.generation.sampling_params import sampling_params
 from eagle_server.api.generation.tools import tool_use
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.schemas.translated import TranslatedBody
 from eagle_server.api.service import Service
 from eagle_server.request import Ready, Request, SamplingParams
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
@@ -21,6 +24,36 @@ from eagle_server.text.chat_template import NO_STOPS, TemplateStops
 MAX_SEQUENCES = 1024
 
 _serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose prompts are tokens and whose limits are checked.
+
+    `body` is the client's completion or chat, or the chat that its body was translated to. `states` has one entry per
+    sequence, with its engine request: `body.candidates` for each prompt in turn.
+    """
+
+    response_id: str
+    body: GenerationBody
+    states: list[RequestState]
+
+    @property
+    def first_states(self) -> list[RequestState]:
+        """One per prompt."""
+        return self.states[:: self.body.candidates]
+
+    def best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
+        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first.
+
+        `outputs` has one whole output per state, in order.
+        """
+        n, candidates = self.body.n, self.body.candidates
+        if candidates == n:
+            return outputs
+        groups = (outputs[first : first + candidates] for first in range(0, len(outputs), candidates))
+        rank = partial(sorted, key=lambda output: -self.states[output.index].mean_logprob)
+        return [output for group in groups for output in rank(group)[:n]]
 
 
 def prepare(
@@ -31,8 +64,8 @@ def prepare(
     prompts: Iterable[Prompt],
     stops: TemplateStops = NO_STOPS,
     answer: AnswerFormat = PLAIN,
-) -> list[RequestState]:
-    """One state per sequence, with its engine request: `body.candidates` for each prompt in turn.
+) -> Prepared:
+    """Check a body, tokenize its prompts and make its engine requests.
 
     Long prompts take seconds, so routes call it through `body.process`. `prompts` is read after the checks that need no
     tokens. `stops` end the answer in addition to the body's own. `answer`: how thinking and tool calls are parsed.
@@ -63,24 +96,26 @@ def prepare(
     options = TextOptions(
         [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
     )
-    return [
+    states = [
         RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
         for index, request in enumerate(_requests(body, response_id, truncated, sampling))
     ]
+    return Prepared(response_id, body, states)
 
 
-def prepare_chat(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> list[RequestState]:
-    """The states of a conversation's answers, see `prepare`.
+def prepare_chat(body: ChatRequest | TranslatedBody, service: Service, ready: Ready, response_id: str) -> Prepared:
+    """Render a conversation, and `prepare` it.
 
     Raises:
         ApiError: the request cannot be served.
     """
+    chat = body.chat if isinstance(body, TranslatedBody) else body
     template = service.chat_template
     tokenizer = service.spelling.tokenizer
-    tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
-    answer = answer_format(body, text, service.reasoning_syntax, tools)
-    prompt = _conversation(text, body, service, ready)
-    return prepare(body, service, ready, response_id, prompt, answer.stops(template.stops, tokenizer), answer)
+    tools, text = tool_use(chat, service.call_syntax), render(chat.messages, chat, template)
+    answer = answer_format(chat, text, service.reasoning_syntax, tools)
+    prompt = _conversation(text, chat, service, ready)
+    return prepare(chat, service, ready, response_id, prompt, answer.stops(template.stops, tokenizer), answer)
 
 
 def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
