@@ -14,13 +14,13 @@ from eagle_server.api.endpoints.completions import COMPLETIONS
 from eagle_server.api.endpoints.messages import MESSAGES
 from eagle_server.api.endpoints.responses import RESPONSES
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
-from eagle_server.api.guard.admission import AdmissionMiddleware
+from eagle_server.api.generation.generate import generating_route
+from eagle_server.api.guard.admission import Admission, AdmissionMiddleware
 from eagle_server.api.guard.keys import ApiKeys
 from eagle_server.api.guard.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.guard.rate_limits import LIMIT_HEADERS, ClientLimits
 from eagle_server.api.guard.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.openapi import openapi
-from eagle_server.api.routes import generating_route
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.access import AccessLog
@@ -47,7 +47,8 @@ OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/me
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
     """The application for `client`. The routes share `state.service`, and count in `state.metrics`.
 
-    `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded.
+    `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded, and `state.admission` can
+    be drained.
 
     Raises:
         ValueError: an option needs a package that is not installed.
@@ -57,7 +58,8 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
     tracing = _tracing(config)
     app = _application()
-    app.state.service, app.state.metrics, app.state.tracing = service, metrics, tracing
+    app.state.service, app.state.admission = service, Admission()
+    app.state.metrics, app.state.tracing = metrics, tracing
     _add_middleware(app, config, service, metrics, tracing)
     install_handlers(app)
     return app
@@ -83,7 +85,7 @@ def _add_middleware(
     app.state.keys = keys = ApiKeys(key, config.server.api_key_file, lambda: _limits(config))
     app.add_middleware(
         AdmissionMiddleware,
-        admission=service.admission,
+        admission=app.state.admission,
         client=service.client,
         generating_paths=[endpoint.path for endpoint in GENERATING],
         keys=keys,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
 from eagle_server.api.generation.prepare import Prepared, prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta, ScoredToken
@@ -19,7 +20,6 @@ from eagle_server.api.generation.response_parts import (
     encoded,
     finite,
 )
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service
 from eagle_server.text.tool_parser import ToolCallDelta

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
 from eagle_server.api.generation.prepare import Prepared, prepare
@@ -21,7 +22,6 @@ from eagle_server.api.generation.response_parts import (
     encoded,
     finite,
 )
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.request import Ready

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.endpoints.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generation.endpoint import Answer, Endpoint
 from eagle_server.api.generation.prepare import Prepared, prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import Metrics, Usage
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.messages import MessagesRequest
 from eagle_server.api.service import Service
 

@@ -8,12 +8,13 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.routing import Route
 
+from eagle_server.api.connection import while_connected
 from eagle_server.api.endpoints.chat import CHAT_COMPLETIONS
 from eagle_server.api.endpoints.completions import COMPLETIONS
 from eagle_server.api.generation.endpoint import Endpoint
-from eagle_server.api.generation.sse import while_connected
+from eagle_server.api.generation.generate import checked
 from eagle_server.api.guard.body import process_text
-from eagle_server.api.routes import checked, json_response
+from eagle_server.api.routes import json_response
 from eagle_server.api.service import service_of
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.endpoints.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
 from eagle_server.api.endpoints.response_objects import (
     ArgumentsEvent,
@@ -32,7 +33,6 @@ from eagle_server.api.errors import ApiError
 from eagle_server.api.generation.endpoint import Answer, Endpoint
 from eagle_server.api.generation.prepare import Prepared, prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.base import Part
 from eagle_server.api.schemas.responses import ResponsesRequest
 from eagle_server.api.service import Service

@@ -2,9 +2,9 @@
 
 A request goes forward through four steps:
 
-1. `routes.py` checks the body against the endpoint's schema.
+1. `generating_route` (`generate.py`) checks the body against the endpoint's schema.
 2. `Endpoint.prepare` makes tokens, checks limits, and makes one engine request per choice (`prepare.py`).
-3. `generate.py` generates.
+3. `respond` (`generate.py`) generates.
 4. `Endpoint.answer` writes what the client gets: one response, or events.
 
 A new endpoint is a schema, a module like `completions.py`, and an entry in GENERATING (`app.py`) and in `openapi.py`.
@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import DONE, event
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.generation.request_state import OutputDelta
@@ -36,7 +37,6 @@ from eagle_server.api.generation.response_parts import (
     prompt_logprobs_of,
     trees_of,
 )
-from eagle_server.api.generation.sse import DONE, event
 from eagle_server.api.schemas.generation import SamplingBody, StreamOptions
 from eagle_server.api.service import Service
 from eagle_server.request import Ready
