@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
@@ -25,7 +26,6 @@ from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.metrics import ServerMetrics
-from eagle_server.api.telemetry.observer import Telemetry
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config
@@ -54,8 +54,9 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         ValueError: an option needs a package that is not installed.
     """
     service = Service.of(config, client, tokenizer, chat_template)
-    metrics = ServerMetrics(config.served_model_name, lambda: client.stats)
-    client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
+    summary = Summary(config.observability.log_stats_interval)
+    metrics = ServerMetrics(config.served_model_name, lambda: client.stats, summary)
+    client.observe(metrics)
     tracing = _tracing(config)
     app = _application()
     app.state.service, app.state.admission = service, Admission()
@@ -101,7 +102,7 @@ def _add_middleware(
     app.add_middleware(
         AccessLog,
         on_generated=[metrics.answered, *([tracing.record] if tracing else [])],
-        on_answered=lambda record: metrics.responded(record, paths),
+        on_answered=partial(metrics.responded, paths),
     )
     if config.server.cors_allow_origins:
         app.add_middleware(
