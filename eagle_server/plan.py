@@ -92,15 +92,15 @@ class GrammarMatcher(Protocol):
     words: int  # integers of a mask, vocab / MASK_WORD rounded up
     failure: str | None  # why no token may follow; None: some may, or the output is complete
 
-    def is_ready(self, text: Sequence[int]) -> bool:
-        """Whether `mask(text)` is quick. If not, a thread computes it: ask again, and do not call `mask` before."""
+    def is_ready(self, tokens: Sequence[int]) -> bool:
+        """Whether `mask(tokens)` is quick. If not, a thread computes it: ask again, and do not call `mask` before."""
         ...
 
-    def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
-        """The tokens allowed after `text` and then `path`: bits of int32 [words], lowest first. Do not change it.
+    def mask(self, tokens: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
+        """The tokens allowed after `tokens` and then `path`: bits of int32 [words], lowest first. Do not change it.
 
         None: the grammar refuses the path, the path goes on after the output's end, or this cycle's masks take too
-        long. `text` is the scheduler's list, which grows. Results are kept until it grows, so asking for a tree level
+        long. `tokens` is the scheduler's list, which grows. Results are kept until it grows, so asking for a tree level
         by level costs no more than asking for all of it.
         """
         ...
@@ -129,7 +129,7 @@ class Chunk:
     next_token: int | None  # the prompt token after the chunk; None: the last chunk, whose last row draws a token
     sampling: RequestSampling
     prompt_logprobs: bool = False
-    text: Sequence[int] = field(default=(), compare=False, repr=False)  # see Decode
+    all_tokens: Sequence[int] = field(default=(), compare=False, repr=False)  # see Decode
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     shares_text: bool = True  # see Decode
     saves: tuple[StateSave, ...] = ()  # states to save at lengths that the chunk reaches
@@ -149,7 +149,7 @@ class Decode:
     verified_id: int
     sampling: RequestSampling
     # All of its tokens, prompt and output, verified_id last: the scheduler's own list, which grows after the cycle.
-    text: Sequence[int] = field(default=(), compare=False, repr=False)
+    all_tokens: Sequence[int] = field(default=(), compare=False, repr=False)
     speculative: bool = True  # False: its drafts are not verified
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     trees: bool = False  # return its draft tree
@@ -175,6 +175,9 @@ class StateMoves:
     restores: tuple[tuple[int, int], ...] = ()
 
 
+NO_MOVES = StateMoves()
+
+
 @dataclass(frozen=True)
 class CyclePlan:
     """One cycle. The requests in `released` have left since the last plan; the worker drops their state."""
@@ -182,7 +185,12 @@ class CyclePlan:
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[Decode, ...] = ()
     released: tuple[int, ...] = ()  # req_pool_indices
-    states: StateMoves = StateMoves()
+    states: StateMoves = NO_MOVES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.chunks or self.decodes or self.released or self.states != NO_MOVES)
 
 
 @dataclass(frozen=True)

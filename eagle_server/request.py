@@ -141,7 +141,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
 class SpecStats(msgspec.Struct, kw_only=True):
     """Counters of one request's speculative cycles. All published statistics are derived from them.
 
-    histogram[a] counts the cycles that accepted exactly `a` drafted tokens (without the bonus). It has spec_steps + 1
+    histogram[a] counts the cycles that accepted exactly `a` drafted tokens (without the bonus). It has steps + 1
     buckets, and sum(histogram) is the number of cycles. `drafted` counts proposed tree nodes without the root. `lossy`
     names the acceptance rule if it changes the output distribution, else None.
     """

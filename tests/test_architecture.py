@@ -43,6 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "tools.training": LOWEST | PEERS,
     "tools.training.tree_search": LOWEST | PEERS | {"text", "engine", "tools.tree"},  # it measures engines
     "tools.bench": LOWEST | PEERS | {"text", "engine"},
+    # It runs the server in its own process.
+    "tools.bench.hops": LOWEST | PEERS | {"text", "engine", "client", "api", "llm"},
 }
 SEE_CONFIG = {
     "__main__",
@@ -55,6 +57,7 @@ SEE_CONFIG = {
     "llm",
     "tools.bench.__main__",
     "tools.bench.demo",
+    "tools.bench.hops",
     "tools.chat.command",
     "tools.chat.conversation",
     "tools.training",

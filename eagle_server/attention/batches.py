@@ -5,7 +5,7 @@
     draft-extend    extend_width          prefix and accepted tokens        causal
     draft step      topk                  prefix and the draft's window     each node's ancestor_mask
     static level    nodes with children   prefix and the draft's window     each node's ancestors
-    verify          draft_token_num, or   prefix and the tree's window      the tree's mask; causal for a chain
+    verify          nodes, or            prefix and the tree's window      the tree's mask; causal for a chain
                     the tree's own nodes
 
 The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, draft steps and verify
@@ -143,13 +143,11 @@ def static_level_batch(mask: TreeMask, start: int, requests: PagedRequests, layo
     return AttentionBatch(indices, lens + layout.mask_width, req_to_token, out_cache_loc, mask, layout)
 
 
-def verify_layout(
-    seq_lens: Sequence[int], draft_token_num: int, topk: int, counts: Sequence[int] | None = None
-) -> Layout:
+def verify_layout(seq_lens: Sequence[int], nodes: int, topk: int, counts: Sequence[int] | None = None) -> Layout:
     """The verify forward of requests with these lengths. `counts`: the nodes of each tree, if they differ."""
-    q_lens = (draft_token_num,) * len(seq_lens) if counts is None else tuple(counts)
+    q_lens = (nodes,) * len(seq_lens) if counts is None else tuple(counts)
     kv_lens = tuple(map(sum, zip(seq_lens, q_lens, strict=True)))
-    return Layout(q_lens, kv_lens, mask_width=None if topk == 1 else draft_token_num)
+    return Layout(q_lens, kv_lens, mask_width=None if topk == 1 else nodes)
 
 
 def verify_batch(verify: EagleVerifyInput, requests: PagedRequests, layout: Layout) -> AttentionBatch:

@@ -192,20 +192,17 @@ class BoundAttention(ABC):
         assert self.recurrent is not None, "the batch was made without the states of its requests"
         return self.recurrent.run(x, gates, layer)
 
-    def decode(
+    def decode(  # noqa: PLR0913, PLR0917
         self,
-        decoder: NativeDecoder | None,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        aux_boundaries: Sequence[int] = (),
-        layer_inputs: Tensor | None = None,
+        decoder: NativeDecoder | None,  # noqa: ARG002
+        x: Tensor,  # noqa: ARG002
+        residual: Tensor | None,  # noqa: ARG002
+        positions: Tensor,  # noqa: ARG002
+        aux_boundaries: Sequence[int] = (),  # noqa: ARG002
+        layer_inputs: Tensor | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """All layers in one native call (see `NativeDecoder`); None: the model computes them one by one."""
-        rows, recurrent = self.native_rows, None if self.recurrent is None else self.recurrent.native
-        if decoder is None or rows is None or (recurrent is None and self.recurrent is not None):
-            return None
-        return decoder(x, residual, positions, rows, aux_boundaries, layer_inputs, recurrent)
+        return None
 
 
 class AttentionPlan(Protocol):

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.cache.pool import Pool
-from eagle_server.ops.native.decoder import AttentionShape, NativeRows, attends
+from eagle_server.ops.native.decoder import AttentionShape, NativeDecoder, NativeRows, attends
 from eagle_server.ops.native.library import floats
 
 
 @dataclass(frozen=True)
-class NativePlan:
-    """See `AttentionPlan`. There is nothing to plan. `caches`: keys and values of each layer."""
+class NativeAttention:
+    """`AttentionBackend` over one KV pool, and its own plan: there is nothing to plan.
 
-    caches: tuple[tuple[Tensor, Tensor], ...]
-    graph_key: None = None
+    `native_caches`: keys and values of each layer.
+    """
+
+    pool: Pool
+    native_caches: tuple[tuple[Tensor, Tensor], ...]
+    ragged_trees: ClassVar[bool] = True
+    graph_key: ClassVar[None] = None
 
     @classmethod
-    def of(cls, pool: Pool) -> NativePlan | None:
+    def of(cls, pool: Pool) -> NativeAttention | None:
         """None: compiled kernels cannot attend to this pool."""
         caches = tuple(zip(pool.keys, pool.values, strict=True))
-        return cls(caches) if all(attends(*pair) for pair in caches) else None
+        return cls(pool, caches) if all(attends(*pair) for pair in caches) else None
+
+    def plan(self, layout: Layout) -> Self:  # noqa: ARG002  the batch has the layout too
+        return self
 
     def bind(self, batch: AttentionBatch) -> BoundNative:
         qo_indptr = torch.tensor([0, *accumulate(batch.layout.q_lens)], dtype=torch.int32, device=batch.kv_lens.device)
         mask = batch.mask
         requests = (batch.req_pool_indices, batch.kv_lens, batch.req_to_token)
         masks = None if isinstance(mask, Causal) else (mask.visible, mask.row_depths, mask.column_depths)
-        rows = NativeRows(self.caches, batch.out_cache_loc, qo_indptr, requests, masks)
+        rows = NativeRows(self.native_caches, batch.out_cache_loc, qo_indptr, requests, masks)
         return BoundNative(rows, recurrent=batch.recurrent)
 
 
@@ -49,6 +59,21 @@ class BoundNative(BoundAttention):
     def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.attend`."""
         return self.native_rows.attend(q, None, layer.index, self._shape(q, layer))
+
+    def decode(  # noqa: PLR0913, PLR0917
+        self,
+        decoder: NativeDecoder | None,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        aux_boundaries: Sequence[int] = (),
+        layer_inputs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """See `BoundAttention.decode`."""
+        recurrent = None if self.recurrent is None else self.recurrent.native
+        if decoder is None or (recurrent is None and self.recurrent is not None):
+            return None
+        return decoder(x, residual, positions, self.native_rows, aux_boundaries, layer_inputs, recurrent)
 
     def _shape(self, q: Tensor, layer: LayerSpec) -> AttentionShape:
         sinks = None if layer.sinks is None else floats(layer.sinks)

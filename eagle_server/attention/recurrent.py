@@ -121,7 +121,7 @@ class PromptRows(RecurrentRows):
         for row, first, count in self.chunks:
             end, start = first + count, first
             cuts: list[tuple[int, int | None]] = [
-                (length, checkpoint) for text, length, checkpoint in self.saves if text == row
+                (length, checkpoint) for saved_row, length, checkpoint in self.saves if saved_row == row
             ]
             if not any(length == end for length, _ in cuts):
                 cuts.append((end, None))
@@ -182,8 +182,8 @@ class DenseRows(RecurrentRows):
         shape, wide = layer.shape, torch.promote_types(x.dtype, torch.float32)
         state = x.new_zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, dtype=wide)
         ring = x.new_zeros(1, shape.kernel - 1, shape.channels)
-        texts = zip(x.chunk(self.batch), gates.chunk(self.batch), strict=True)
-        return torch.cat([_chain(*text, layer, state, ring)[0] for text in texts])
+        sequences = zip(x.chunk(self.batch), gates.chunk(self.batch), strict=True)
+        return torch.cat([_chain(*sequence, layer, state, ring)[0] for sequence in sequences])
 
 
 def _chain(

@@ -101,13 +101,13 @@ class EagleVerifyInput:
 class DraftWindow:
     """The slots after the prefix that all draft steps write: step i writes the columns from i * topk on."""
 
-    levels: Tensor  # int64 [W], the step that writes each column
+    column_steps: Tensor  # int64 [W], the step that writes each column
     first_mask: Tensor  # bool [topk, W], True where a node of step 0 sees its own slot
 
     @classmethod
     def of(cls, topk: int, width: int, device: torch.device) -> DraftWindow:
-        levels = torch.arange(width, device=device).div(topk, rounding_mode="floor")
-        return cls(levels, torch.eye(topk, width, dtype=torch.bool, device=device))
+        column_steps = torch.arange(width, device=device).div(topk, rounding_mode="floor")
+        return cls(column_steps, torch.eye(topk, width, dtype=torch.bool, device=device))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class EagleDraftInput:
         hidden = hidden_states.index_select(0, best.rows)
         return EagleDraftInput(step, best.tokens, best.scores, hidden, best.ancestor_mask, self.window), best.chosen
 
-    def of(self, requests: Tensor) -> EagleDraftInput:
+    def rows_of(self, requests: Tensor) -> EagleDraftInput:
         """The nodes of some requests after draft-extend, int64 [n]."""
         hidden = self.hidden_states.unflatten(0, self.topk_index.shape).index_select(0, requests)
         logp, tokens = (part.index_select(0, requests) for part in (self.topk_logp, self.topk_index))
@@ -172,17 +172,17 @@ class EagleDraftInput:
 
     def cut(self, width: int) -> EagleDraftInput:
         """The same nodes with the window cut to `width` slots, which include all that they see."""
-        window = DraftWindow(self.window.levels[:width], self.window.first_mask[:, :width])
+        window = DraftWindow(self.window.column_steps[:width], self.window.first_mask[:, :width])
         return replace(self, ancestor_mask=self.ancestor_mask[:, :, :width], window=window)
 
     @cached_property
     def tree_mask(self) -> TreeMask:
         bs, topk, _ = self.ancestor_mask.shape
-        levels = self.window.levels
+        column_steps = self.window.column_steps
         return TreeMask(
             self.ancestor_mask,
-            row_depths=levels[self.step * topk : (self.step + 1) * topk].expand(bs, -1),
-            column_depths=levels.expand(bs, -1),
+            row_depths=column_steps[self.step * topk : (self.step + 1) * topk].expand(bs, -1),
+            column_depths=column_steps.expand(bs, -1),
         )
 
     def generate_attn_arg_prefill(

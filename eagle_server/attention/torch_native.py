@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 from eagle_server.attention.batches import attn_args_prefill
 from eagle_server.attention.dense import with_sinks
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, LayerSpec, Layout, TreeMask
-from eagle_server.attention.native import NativePlan
+from eagle_server.attention.native import NativeAttention
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.upload import upload
 
@@ -54,33 +55,26 @@ class _Group:
         return self.biases[key]
 
 
-class TorchNativeAttention:
-    """`AttentionBackend` over one KV pool."""
+def torch_native(pool: Pool) -> NativeAttention | TorchNativeAttention:
+    """The backend of `--attention-backend torch_native` over a pool."""
+    return NativeAttention.of(pool) or TorchNativeAttention(pool)
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._plan = NativePlan.of(pool) or TorchNativePlan(pool)
+
+@dataclass(frozen=True)
+class TorchNativeAttention:
+    """`AttentionBackend` over one KV pool, and its own plan. Shapes depend on the lengths: graphs cannot capture it."""
+
+    pool: Pool
+    native_caches: ClassVar[None] = None
+    graph_key: ClassVar[None] = None
 
     @property
     def ragged_trees(self) -> bool:
         """On a CPU only. Elsewhere the host would have to wait for the numbers of rows."""
         return self.pool.keys[0].device.type == "cpu"
 
-    @property
-    def native_caches(self) -> tuple[tuple[Tensor, Tensor], ...] | None:
-        """On a CPU with a compiler, where the kernels take this pool's head size and dtype."""
-        return self._plan.caches if isinstance(self._plan, NativePlan) else None
-
-    def plan(self, layout: Layout) -> TorchNativePlan | NativePlan:  # noqa: ARG002  the batch has the layout too
-        return self._plan
-
-
-@dataclass(frozen=True)
-class TorchNativePlan:
-    """See `AttentionPlan`. There is nothing to plan. Shapes depend on the lengths, so graphs cannot capture it."""
-
-    pool: Pool
-    graph_key: None = None
+    def plan(self, layout: Layout) -> Self:  # noqa: ARG002  the batch has the layout too
+        return self
 
     def bind(self, batch: AttentionBatch) -> BoundTorchNative:
         return BoundTorchNative(self.pool, batch.out_cache_loc, tuple(_groups(batch)), recurrent=batch.recurrent)

@@ -13,7 +13,7 @@ from eagle_server.cache.block_events import BlockEvent
 from eagle_server.cache.node import Keys, Node
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import Match, RadixCache, bigrams
-from eagle_server.plan import StateMoves, StateSave
+from eagle_server.plan import NO_MOVES, StateMoves, StateSave
 
 LEAST_BETWEEN = 16  # tokens between two checkpoints of a text: each takes the memory of more than a hundred tokens' KV
 
@@ -189,6 +189,8 @@ class KVCacheManager:
 
     def take_moves(self) -> StateMoves:
         """The states to save and to restore before the next forwards."""
+        if not self._saves and not self._restores:
+            return NO_MOVES
         moves = StateMoves(tuple(self._saves), tuple(self._restores))
         self._saves.clear()
         self._restores.clear()

@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from eagle_server.ops.upload import upload
+
+_CPU = torch.device("cpu")
 Change = tuple[int, int, NDArray[np.int32]]  # req_pool_index, first position, slots
 
 
 class PageTable:
     """`slots` int32 [rows + 1, width]: the row is a request's req_pool_index, the column a position.
 
-    On a CPU the worker's tensor is a view of this array. `mirrored` records assignments, so that a copy on a device can
-    be updated. The last row, `pad_row`, is for padding: all its positions are slot 0.
+    `tensor` is the table as forwards read it: on a CPU the same memory, elsewhere a copy, which `refresh` keeps up to
+    date. `shared`: other ranks keep copies, too. The last row, `pad_row`, is for padding: all its positions are slot 0.
     """
 
-    def __init__(self, rows: int, width: int, page_size: int, *, mirrored: bool = False) -> None:
+    def __init__(
+        self, rows: int, width: int, page_size: int, device: torch.device = _CPU, *, shared: bool = False
+    ) -> None:
         self.page_size = page_size
         self.width = -(-width // page_size) * page_size
         self.slots = np.zeros((rows + 1, self.width), dtype=np.int32)
         self.rows = self.pad_row = rows
         self._free_rows = list(range(rows - 1, -1, -1))
         self._within_page = np.arange(page_size, dtype=np.int32)
-        self._changes: list[Change] | None = [] if mirrored else None
+        host = torch.from_numpy(self.slots)
+        self._is_copy = device.type != "cpu"
+        self.tensor = host.to(device) if self._is_copy else host
+        self._changes: list[Change] | None = [] if self._is_copy or shared else None
 
     @property
     def free_rows(self) -> int:
@@ -47,13 +57,28 @@ class PageTable:
         if self._changes is not None:
             self._changes.append((req_pool_index, first_page * size, slots))
 
-    def take_changes(self) -> NDArray[np.int64]:
-        """The assignments since the last call, int64 [3, n]: req_pool_index, position, slot. No place occurs twice."""
-        taken, self._changes = self._changes or [], None if self._changes is None else []
-        if not taken:
-            return np.zeros((3, 0), dtype=np.int64)
+    def refresh(self) -> NDArray[np.int64] | None:
+        """Bring `tensor` up to date. Returns what has changed for other ranks; None: nothing.
+
+        The assignments since the last call, int64 [3, n]: req_pool_index, position, slot. No place occurs twice.
+        """
+        changes = self._take_changes()
+        if changes is not None and self._is_copy:
+            write_changes(self.tensor, changes)
+        return changes
+
+    def _take_changes(self) -> NDArray[np.int64] | None:
+        if not self._changes:
+            return None
+        taken, self._changes = self._changes, []
         rows, firsts, slots = zip(*taken, strict=True)
         counts = np.array([len(each) for each in slots])
         shift = np.array(firsts) - (counts.cumsum() - counts)  # from the place in the result to the position
         positions = np.arange(counts.sum()) + np.repeat(shift, counts)
         return np.stack([np.repeat(rows, counts), positions, np.concatenate(slots, dtype=np.int64)])
+
+
+def write_changes(req_to_token: Tensor, changes: NDArray[np.int64]) -> None:
+    """Make the assignments of `PageTable.refresh` in a copy of the page table."""
+    row, position, slot = upload(changes, req_to_token.device)
+    req_to_token.index_put_((row, position), slot.to(torch.int32))

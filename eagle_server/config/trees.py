@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from eagle_server.config.base import ConfigError
 
-NGRAM_DEPTH = 8  # longer n-gram drafts are seldom accepted to their end
+NGRAM_STEPS = 8  # longer n-gram drafts are seldom accepted to their end
 
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """The options that shape draft trees, by the names of their flags; all have values."""
+    """The options that shape draft trees, by the names of their flags and of `/v1/server_info`; all have values."""
 
-    num_steps: int  # depth
+    num_steps: int  # of the tree
     eagle_topk: int  # children per node; 0: any number, for n-gram tries
     num_draft_tokens: int  # nodes that the target verifies at once, root included
     ngram_depth: int = 0  # of n-gram tries; 0: no n-grams
@@ -38,64 +38,64 @@ def automatic(architecture: str, *, is_model: bool = False, ngrams: bool = False
     return mixture(options.num_steps, options.eagle_topk, nodes)
 
 
-def completed(base: TreeOptions, num_steps: int | None, topk: int | None, num_draft_tokens: int | None) -> TreeOptions:
+def completed(base: TreeOptions, steps: int | None, topk: int | None, nodes: int | None) -> TreeOptions:
     """The tree of the given values. The others follow from these, or come from `base`, an automatic tree.
 
     Raises:
         ConfigError: no tree has the given values together.
     """
-    refuse_root_alone(num_draft_tokens)
-    steps, nodes = num_steps or base.num_steps, num_draft_tokens
+    refuse_root_alone(nodes)
+    given_steps, steps = steps, steps or base.num_steps
     if base.ngram_depth:
         topk = topk or base.eagle_topk
         return mixture(steps, topk, nodes or max(base.num_draft_tokens, steps * topk + 1))
     if topk is None:
-        fits_a_chain = num_steps is None or nodes is None or nodes <= num_steps + 1
+        fits_a_chain = given_steps is None or nodes is None or nodes <= given_steps + 1
         topk = 1 if base.eagle_topk == 1 and fits_a_chain else _AUTO_OTHERWISE.eagle_topk
-    if num_steps is None and nodes is not None:
+    if given_steps is None and nodes is not None:
         steps = nodes - 1 if topk == 1 else min(steps, nodes - 1)
         while _pool(steps, topk) < nodes - 1:
             steps += 1
     return head_tree(steps, topk, nodes)
 
 
-def mixture(num_steps: int, topk: int, num_draft_tokens: int) -> TreeOptions:
+def mixture(steps: int, topk: int, nodes: int) -> TreeOptions:
     """A head's tree and tries together. Any number of nodes is valid: the tries fill what the head leaves free."""
-    refuse_root_alone(num_draft_tokens)
-    return TreeOptions(num_steps, topk, num_draft_tokens, ngram_depth=NGRAM_DEPTH)
+    refuse_root_alone(nodes)
+    return TreeOptions(steps, topk, nodes, ngram_depth=NGRAM_STEPS)
 
 
-def tries(num_steps: int | None, num_draft_tokens: int | None) -> TreeOptions:
-    """N-gram tries alone: depth 8 and 16 nodes by default."""
-    num_steps, num_draft_tokens = num_steps or NGRAM_DEPTH, num_draft_tokens or 2 * NGRAM_DEPTH
-    refuse_root_alone(num_draft_tokens)
-    return TreeOptions(num_steps, 0, num_draft_tokens, ngram_depth=num_steps)
+def tries(steps: int | None, nodes: int | None) -> TreeOptions:
+    """N-gram tries alone: 8 steps and 16 nodes by default."""
+    steps, nodes = steps or NGRAM_STEPS, nodes or 2 * NGRAM_STEPS
+    refuse_root_alone(nodes)
+    return TreeOptions(steps, 0, nodes, ngram_depth=steps)
 
 
-def head_tree(num_steps: int, topk: int, num_draft_tokens: int | None) -> TreeOptions:
+def head_tree(steps: int, topk: int, nodes: int | None) -> TreeOptions:
     """A head's tree alone. It has at most as many nodes as the head scores candidates, and the root."""
     if topk == 1:
-        return TreeOptions(num_steps, 1, num_steps + 1)
-    pool = _pool(num_steps, topk)
-    nodes = num_steps * topk + 1 if num_draft_tokens is None else num_draft_tokens
+        return TreeOptions(steps, 1, steps + 1)
+    pool = _pool(steps, topk)
+    nodes = steps * topk + 1 if nodes is None else nodes
     if not 1 < nodes <= pool + 1:
         raise ConfigError(
-            f"--speculative-num-draft-tokens {nodes}: should be from 2 to {pool + 1}: {num_steps} steps with topk "
-            f"{topk} give {topk} + {num_steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
+            f"--speculative-num-draft-tokens {nodes}: should be from 2 to {pool + 1}: {steps} steps with topk "
+            f"{topk} give {topk} + {steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
         )
-    return TreeOptions(num_steps, topk, nodes)
+    return TreeOptions(steps, topk, nodes)
 
 
-def _pool(num_steps: int, topk: int) -> int:
+def _pool(steps: int, topk: int) -> int:
     """Candidates that a head scores: topk on the first level, topk children of each of topk nodes on further levels."""
-    return topk + (num_steps - 1) * topk * topk
+    return topk + (steps - 1) * topk * topk
 
 
-def refuse_root_alone(num_draft_tokens: int | None) -> None:
+def refuse_root_alone(nodes: int | None) -> None:
     """Refuse a tree without drafted nodes.
 
     Raises:
         ConfigError: the root would be the only node.
     """
-    if num_draft_tokens == 1:
+    if nodes == 1:
         raise ConfigError("--speculative-num-draft-tokens 1: should be 2 or more: the root is one of them")

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from eagle_server.plan import CyclePlan, RequestSampling
+from eagle_server.plan import RequestSampling
 from eagle_server.request import (
     CycleStats,
     EngineStats,
@@ -151,12 +151,13 @@ class Engine:
         else:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
-            if plan == CyclePlan():  # every running request waits for its grammar's mask
+            if plan.is_empty:  # every running request waits for its grammar's mask
                 meanwhile()
                 time.sleep(_MASK_WAIT)
                 return deltas
-            if self._grammars is not None:
-                self._grammars.budget.share(sum(decode.grammar_matcher is not None for decode in plan.decodes))
+            guided = sum(decode.grammar_matcher is not None for decode in plan.decodes)
+            if guided and self._grammars is not None:
+                self._grammars.budget.share(guided)
             with self.cores:
                 result = self.worker.run(plan, meanwhile)
             deltas.extend(self.scheduler.commit(result))

@@ -220,7 +220,7 @@ class RecurrentConfig:
 class ModelConfig:
     """Sizes and flags of a decoder, or of the layers of a draft head.
 
-    architecture: the class name in config.json; for a native decoder the name of its family in targets/registry.py.
+    architecture: the class name in config.json; for a decoder of ours the name of its family in targets/registry.py.
     head_dim: the size of a head. With `mla` it is the rotary part of a head.
     max_position: the context length that is served by default.
     context_limit: the longest context that can be asked for, and what it follows from. It is longer than max_position
@@ -248,8 +248,8 @@ class ModelConfig:
     head_gate: the output of each head is multiplied by the sigmoid of one number, which g_proj computes.
     swiglu_limits: one per layer; (): none has limits.
     recurrent: the layers that have a state per request, most of them in the place of KV; None: all layers attend.
-    native: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the fields
-        that other modules read are set.
+    has_family: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the
+        fields that other modules read are set.
     waits: the first operation of transformers' forward that waits for the device; "": none does.
     split: of one rank, whose heads and widths the other fields are then (see `rank_slices`). None: the whole decoder.
     """
@@ -301,7 +301,7 @@ class ModelConfig:
     nemotron_h: NemotronHConfig | None = None
     falcon_h1: FalconH1Config | None = None
     media_token_ids: tuple[int, ...] | None = None
-    native: bool = True
+    has_family: bool = True
     waits: str = ""
     split: Split | None = None
 

@@ -40,14 +40,14 @@ class Trees(NamedTuple):
     mask: Tensor  # bool [bs, D, D], True at a node's ancestors and itself
     counts: Tensor  # int64 [bs], nodes that have rows
     first: Tensor  # int64 [bs], the root's row
-    depth: int  # of the deepest node, or more
+    steps: int  # the depth of the deepest node, or more
 
     @classmethod
-    def of(cls, parents: Tensor, mask: Tensor, counts: Tensor | None, depth: int) -> Trees:
+    def of(cls, parents: Tensor, mask: Tensor, counts: Tensor | None, steps: int) -> Trees:
         """counts: None: all nodes have rows."""
         if counts is None:
             counts = torch.full_like(parents[:, 0], parents.shape[1])
-        return cls(parents.contiguous(), mask.contiguous(), counts, counts.cumsum(0) - counts, depth)
+        return cls(parents.contiguous(), mask.contiguous(), counts, counts.cumsum(0) - counts, steps)
 
 
 def computed(states: Tensor, shape: RecurrentShape, nodes: int = 1) -> bool:
@@ -79,7 +79,7 @@ def delta_trees(
     _tree_kernel[(blocks(shape.value_dim, columns), shape.value_heads, bs)](
         *(x, gates, trees.parents, trees.mask.view(torch.uint8), trees.counts, trees.first),
         *(requests.contiguous(), layer.conv, layer.a_log, layer.dt_bias, states, rings, *nodes, out),
-        *(x.stride(0), gates.stride(0), size, trees.depth, nodes[0].shape[1]),
+        *(x.stride(0), gates.stride(0), size, trees.steps, nodes[0].shape[1]),
         *(shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.key_dim**-0.5),
         KERNEL=shape.kernel,
         NODES=square,
@@ -137,7 +137,7 @@ def _mixed(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     return total * tl.sigmoid(total)
 
 
-@jit(varying=("parents", "mask", "counts", "first", "requests", "size", "depth"))
+@jit(varying=("parents", "mask", "counts", "first", "requests", "size", "steps"))
 def _tree_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0914, PLR0915, PLR0917
     x,
     gates,
@@ -159,7 +159,7 @@ def _tree_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0914, PLR
     x_row,
     gates_row,
     size,
-    depth,
+    steps,
     room,
     key_heads,
     value_heads,
@@ -234,7 +234,7 @@ def _tree_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0914, PLR
     left = tl.exp(total)
     given = rate[:, None] * (v - (left * k_norm)[:, None] * k_s)
     update = given
-    for _ in range(depth):
+    for _ in range(steps):
         update = given - tl.dot(products, update, input_precision="tf32x3")
     mixed = (left * q_norm)[:, None] * q_s + tl.dot(scores, update, input_precision="tf32x3")
     is_value = is_node[:, None] & is_column[None]

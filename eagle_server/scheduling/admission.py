@@ -40,7 +40,7 @@ _LEAST_WEIGHT = 1 / 16  # of the newest request in the mean
 class SchedulerLimits:
     """Limits of a cycle, and facts about the drafter that planning needs.
 
-    Every decoding request has `num_lookahead_slots` KV slots after its text. `spec_steps` is the depth of the draft
+    Every decoding request has `num_lookahead_slots` KV slots after its text. `steps` is the depth of the draft
     trees. `uses_features`: the drafter reads the target's features, one cycle later, and may write KV. `lossy` names
     the acceptance rule of sampled (not greedy) requests if it changes their distribution. `checkpoint_interval`: tokens
     between checkpoints of the states of long prompts; 0: no layer is recurrent, or nothing is cached.
@@ -50,7 +50,7 @@ class SchedulerLimits:
     max_running_requests: int
     chunked_prefill_size: int  # prompt tokens per cycle
     num_lookahead_slots: int
-    spec_steps: int
+    steps: int
     uses_features: bool
     lossy: str | None = None
     checkpoint_interval: int = 0

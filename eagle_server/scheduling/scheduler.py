@@ -1,9 +1,9 @@
 """The scheduler plans each cycle: admission, chunked prefill, preemption, and commit of the results.
 
-Clients take turns (`admission.py`), and requests are served in order of arrival, with exceptions in `chunks.py`. Prompt
-KV goes to the prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest running
-request is preempted: its computed KV goes to the prefix cache and its pages are freed. Later it resumes as a prompt of
-all its tokens. Random numbers are keyed by position, so a preemption does not change the output.
+Clients take turns (`admission.py`), and requests are served in order of arrival, with exceptions in `make_chunks`.
+Prompt KV goes to the prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest
+running request is preempted: its computed KV goes to the prefix cache and its pages are freed. Later it resumes as a
+prompt of all its tokens. Random numbers are keyed by position, so a preemption does not change the output.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from eagle_server.cache.manager import KVCacheManager
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, GrammarMatcher, RequestSampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
 from eagle_server.scheduling.admission import RequestQueue, SchedulerLimits, remove
 from eagle_server.scheduling.checkpoints import save_decoding
-from eagle_server.scheduling.chunks import make_chunks
-from eagle_server.scheduling.sequence import Sequence
+from eagle_server.scheduling.sequence import Sequence, make_chunks
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Scheduler:
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
-        spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
+        spec = SpecStats(histogram=[0] * (self.limits.steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
         self._sequences[request.request_id] = sequence
         self.queue.add(sequence)
@@ -107,7 +106,7 @@ class Scheduler:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
         decoding = self._grow_decodes()
-        if not self.cycle.preemptions:  # after one, KV is short: admitted requests would be preempted too
+        if self.waiting and not self.cycle.preemptions:  # after one, KV is short: admitted requests would lose it too
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
@@ -116,7 +115,9 @@ class Scheduler:
             chunks = [(sequence, self._with_saves(sequence, chunk)) for sequence, chunk in chunks]
         self.cycle.computed = sum(len(chunk.tokens) for _, chunk in chunks)
         released, self._released = tuple(self._released), []
-        plan = CyclePlan(tuple(chunk for _, chunk in chunks), tuple(map(_decode, decoding)), released, moves)
+        plan = CyclePlan(
+            tuple(chunk for _, chunk in chunks), tuple(sequence.decode() for sequence in decoding), released, moves
+        )
         self._planned = (plan, [sequence for sequence, _ in chunks], decoding)
         return plan
 
@@ -125,8 +126,8 @@ class Scheduler:
         plan, chunked, decoding = self._planned
         self.totals.cycles += 1
         deltas = []
-        drafted = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
-        for sequence, output, computed in zip(decoding, result.decodes, drafted, strict=True):
+        draft_computed = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
+        for sequence, output, computed in zip(decoding, result.decodes, draft_computed, strict=True):
             before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
             self._advance(sequence, after, computed)
             sequence.state_from = after if result.settled else before
@@ -275,19 +276,3 @@ class Scheduler:
             cached_tokens=sequence.cached_tokens,
             tree=tree,
         )
-
-
-def _decode(sequence: Sequence) -> Decode:
-    return Decode(
-        req_pool_index=sequence.req_pool_index,
-        seq_len=sequence.num_computed_tokens,
-        verified_id=sequence.tokens[-1],
-        sampling=sequence.sampling,
-        text=sequence.tokens,
-        speculative=sequence.request.speculative,
-        grammar_matcher=sequence.grammar_matcher,
-        trees=sequence.request.trees,
-        shares_text=sequence.request.cache_salt is None,
-        tokens_left=sequence.request.sampling.max_tokens - sequence.output_length,
-        ends=sequence.stop_ids,
-    )

@@ -1,13 +1,14 @@
-"""The scheduler's state of one request."""
+"""The scheduler's state of one request, and what a plan says of it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.manager import KVAllocation
 from eagle_server.cache.node import Keys
-from eagle_server.plan import GrammarMatcher, RequestSampling
+from eagle_server.plan import Chunk, Decode, GrammarMatcher, RequestSampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 
 
@@ -136,3 +137,59 @@ class Sequence:
         if self.output_length >= self.request.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def chunk(self, length: int) -> Chunk:
+        """The next `length` tokens to prefill."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + length
+        return Chunk(
+            req_pool_index=self.req_pool_index,
+            start=start,
+            tokens=tuple(self.tokens[start:end]),
+            next_token=self.tokens[end] if end < self.num_prefill_tokens else None,
+            sampling=self.sampling,
+            prompt_logprobs=self.request.prompt_logprobs and self.output_length == 0,
+            all_tokens=self.tokens,
+            grammar_matcher=self.grammar_matcher,
+            shares_text=self.request.cache_salt is None,
+        )
+
+    def decode(self) -> Decode:
+        """Its part of a cycle once it has no tokens left to prefill."""
+        return Decode(
+            req_pool_index=self.req_pool_index,
+            seq_len=self.num_computed_tokens,
+            verified_id=self.tokens[-1],
+            sampling=self.sampling,
+            all_tokens=self.tokens,
+            speculative=self.request.speculative,
+            grammar_matcher=self.grammar_matcher,
+            trees=self.request.trees,
+            shares_text=self.request.cache_salt is None,
+            tokens_left=self.request.sampling.max_tokens - self.output_length,
+            ends=self.stop_ids,
+        )
+
+
+def make_chunks(prefilling: Seq[Sequence], budget: int) -> list[tuple[Sequence, Chunk]]:
+    """The next chunks of `prefilling`, which are in order of arrival: `budget` tokens at most.
+
+    Half of the budget goes to the oldest request. The rest goes to those with the fewest tokens left, counted in such
+    halves, so that requests of about the same length stay in order. A short prompt does not wait for a long one; and
+    every prompt has half of the budget at the latest when all older ones are computed.
+    """
+    if not prefilling:
+        return []
+    half = -(-budget // 2)
+    # The last token waits until the grammar's mask is ready.
+    rest = {sequence: sequence.uncomputed_tokens - (not sequence.is_ready) for sequence in prefilling}
+    lengths = dict.fromkeys(prefilling, 0)
+    shares = [(prefilling[0], half), *((sequence, budget) for sequence in _shortest_first(prefilling, half))]
+    for sequence, most in shares:
+        length = min(rest[sequence] - lengths[sequence], most, budget)
+        lengths[sequence] += length
+        budget -= length
+    return [(sequence, sequence.chunk(length)) for sequence, length in lengths.items() if length]
+
+
+def _shortest_first(prefilling: Seq[Sequence], unit: int) -> list[Sequence]:
+    return sorted(prefilling, key=lambda sequence: -(-sequence.uncomputed_tokens // unit))

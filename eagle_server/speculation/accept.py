@@ -22,14 +22,14 @@ class Accepted:
     of `path` and `tokens` are -1.
     """
 
-    path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
+    path: Tensor  # int64 [bs, steps + 1], node numbers, path[:, 0] = 0
     accept_length: Tensor  # int64 [bs]
-    tokens: Tensor  # int64 [bs, spec_steps + 1]
+    tokens: Tensor  # int64 [bs, steps + 1]
     drafted: Tensor  # int64 [bs], number of drafted nodes, without root and padding
     finite: Tensor  # bool [bs], False if a path node's best score is NaN or inf; it is -inf if no token is allowed
     scores: Tensor  # float32 [bs, D], the best score of every node
 
-    def of(self, requests: Tensor) -> Accepted:
+    def rows_of(self, requests: Tensor) -> Accepted:
         """The paths of some requests, int64 [n]."""
         return Accepted(*(getattr(self, field.name).index_select(0, requests) for field in fields(self)))
 

@@ -20,14 +20,14 @@ Array = NDArray[np.int64]
 class WordBeginnings:
     """The beginnings of one request's words, sorted by their last token. Built once per request.
 
-    A beginning is cut from a word: the word's last token and 0 to spec_steps tokens before it are missing. There are at
-    most (spec_steps + 1) * words of them.
+    A beginning is cut from a word: the word's last token and 0 to steps tokens before it are missing. There are at
+    most (steps + 1) * words of them.
     """
 
-    def __init__(self, tokens: Array, lengths: Array, spec_steps: int) -> None:
+    def __init__(self, tokens: Array, lengths: Array, steps: int) -> None:
         """tokens int64: the words one after the other; lengths int64 [words], 2 or more."""
-        self._tokens, self._spec_steps = tokens, spec_steps
-        remaining = (lengths - 1)[:, None] - np.arange(spec_steps + 1)
+        self._tokens, self._steps = tokens, steps
+        remaining = (lengths - 1)[:, None] - np.arange(steps + 1)
         words, drafted = np.nonzero(remaining > 0)
         last = (lengths.cumsum() - 1)[words]
         newest = tokens[last - drafted - 1]
@@ -36,34 +36,34 @@ class WordBeginnings:
         self._last, self._drafted = last[order], drafted[order]  # the word's last place in `tokens`; missing tokens - 1
         self._lengths = remaining[words, drafted][order]
 
-    def after(self, text: Sequence[int]) -> Array:
-        """The tokens to draft after `text` so that a word lacks only its last token: int64 [matches, 2 + spec_steps].
+    def after(self, tokens: Sequence[int]) -> Array:
+        """The tokens to draft after `tokens` so that a word lacks only its last token: int64 [matches, 2 + steps].
 
         Each row has the word's last token, then the tokens before it that are not in the text, newest first, then
-        PATH_START, then ANY. `text` has at least one token.
+        PATH_START, then ANY. `tokens` has at least one token.
         """
-        matches = self._last_of(text)
-        last, drafted, back = self._last[matches, None], self._drafted[matches, None], np.arange(self._spec_steps + 1)
+        matches = self._last_of(tokens)
+        last, drafted, back = self._last[matches, None], self._drafted[matches, None], np.arange(self._steps + 1)
         missing = self._tokens[np.maximum(last - 1 - back, 0)]
         missing = np.where(back < drafted, missing, np.where(back == drafted, PATH_START, ANY))
         return np.concatenate([self._tokens[last], missing], axis=1)
 
-    def _last_of(self, text: Sequence[int]) -> Array:
-        """The numbers of the beginnings that `text` ends with.
+    def _last_of(self, tokens: Sequence[int]) -> Array:
+        """The numbers of the beginnings that `tokens` ends with.
 
         Each step compares four times as many tokens, so the time is linear in the words' length.
         """
-        first, end = np.searchsorted(self._newest, (text[-1], text[-1] + 1))
+        first, end = np.searchsorted(self._newest, (tokens[-1], tokens[-1] + 1))
         alive, compared, matches = np.arange(first, end), 1, []
         while alive.size:
             lengths = self._lengths[alive]
             matches.append(alive[lengths <= compared])
-            is_open = (lengths > compared) & (lengths <= len(text))
+            is_open = (lengths > compared) & (lengths <= len(tokens))
             alive, lengths = alive[is_open], lengths[is_open]
             if not alive.size:
                 break
             longest = min(4 * compared, int(lengths.max()))
-            in_text = np.array(text[len(text) - longest : len(text) - compared])[::-1]
+            in_text = np.array(tokens[len(tokens) - longest : len(tokens) - compared])[::-1]
             back = np.arange(compared, longest)
             newest = self._last[alive] - 1 - self._drafted[alive]
             in_words = self._tokens[np.maximum(newest[:, None] - back, 0)]

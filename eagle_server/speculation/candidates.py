@@ -22,9 +22,9 @@ class Children(NamedTuple):
 
 
 def organize_draft_results(
-    verified_id: Tensor, seq_lens: Tensor, levels: Sequence[Children], chosen: Sequence[Tensor], draft_token_num: int
+    verified_id: Tensor, seq_lens: Tensor, levels: Sequence[Children], chosen: Sequence[Tensor], nodes: int
 ) -> Tree:
-    """The tree of the draft_token_num - 1 candidates with the best scores, or of all if there are fewer.
+    """The tree of the `nodes` - 1 candidates with the best scores, or of all if there are fewer.
 
     A child never scores above its parent, and ties go to the lower index. So the best are closed under ancestors, and
     parents come before children.
@@ -39,10 +39,10 @@ def organize_draft_results(
     """
     topk = levels[0].tokens.shape[1]
     tokens, scores, guesses = (torch.cat([part.flatten(1) for part in parts], 1) for parts in zip(*levels, strict=True))
-    best = best_candidates(scores, tokens, guesses, min(draft_token_num - 1, scores.shape[1]))
+    best = best_candidates(scores, tokens, guesses, min(nodes - 1, scores.shape[1]))
     # The parent of each K siblings: the root, the first level's nodes, then the nodes that later steps expanded.
     first = torch.arange(-1, topk if len(levels) > 1 else 0, device=tokens.device).expand(len(tokens), -1)
-    later = [nodes + topk + step * topk**2 for step, nodes in enumerate(chosen)]
+    later = [fed + topk + step * topk**2 for step, fed in enumerate(chosen)]
     return selected_tree(verified_id, seq_lens, best, torch.cat([first, *later], dim=1), topk, len(levels))
 
 

@@ -34,21 +34,21 @@ def join_trees(first: Tree, second: Tree, steps: int) -> tuple[Tree, Tensor]:
     strides = tokens.new_full((steps + 1,), _STRIDE).cumprod(0)
     terms = (tokens + 2) * strides.index_select(0, depths[:, 1:].reshape(-1)).view_as(tokens)
     keys = (mask[:, 1:, 1:] * terms[:, None]).sum(-1)  # [bs, M]
-    drafted = tokens >= 0
+    is_node = tokens >= 0
     twins = keys[:, n:, None] == keys[:, None, :n]  # [bs, m, n]
-    twins = twins & drafted[:, n:, None] & drafted[:, None, :n]
+    twins = twins & is_node[:, n:, None] & is_node[:, None, :n]
     duplicate = twins.any(-1)
     numbers = torch.arange(parents.shape[1], device=tokens.device).expand_as(parents)  # a duplicate's is its twin's
     twin = torch.where(duplicate, twins.int().argmax(-1) + 1, numbers[:, n + 1 :])
     parents = torch.cat([numbers[:, : n + 1], twin], dim=1).gather(1, parents[:, 1:])
     ours, theirs = estimates(first), estimates(second)
-    proposed = torch.cat([drafted[:, :n], torch.zeros_like(duplicate)], dim=1)
+    proposed = torch.cat([is_node[:, :n], torch.zeros_like(duplicate)], dim=1)
     said = torch.cat([ours, torch.zeros_like(theirs)], dim=1)
     by_first = _with_silence(said, proposed, parents, slice(0, n))
-    proposed = torch.cat([twins.any(1), drafted[:, n:]], dim=1)
+    proposed = torch.cat([twins.any(1), is_node[:, n:]], dim=1)
     said = torch.cat([(twins * theirs[:, :, None]).sum(1), theirs], dim=1)
     by_second = _with_silence(said, proposed, parents, slice(n, None))
-    kept = drafted & torch.cat([drafted[:, :n], ~duplicate], dim=1)
+    kept = is_node & torch.cat([is_node[:, :n], ~duplicate], dim=1)
     tokens, parents = torch.where(kept, tokens, -1), torch.where(kept, parents, 0)
     return build_tree(first.tokens[:, 0], first.start, tokens, parents, steps), torch.stack([by_first, by_second])
 
@@ -72,10 +72,10 @@ def best(union: Tree, chances: Tensor, count: int) -> Tree:
     chances float32 [bs, M] are P(node is accepted | its parent is accepted), below 1. A path's chance is their product,
     so parents rank above their children. The kept nodes are closed under ancestors, parents first.
     """
-    drafted = union.tokens[:, 1:]
-    scores = (union.mask[:, 1:, 1:] * chances.log()[:, None]).sum(-1).masked_fill(drafted < 0, float("-inf"))
+    drafts = union.tokens[:, 1:]
+    scores = (union.mask[:, 1:, 1:] * chances.log()[:, None]).sum(-1).masked_fill(drafts < 0, float("-inf"))
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    tokens = drafted.gather(1, order)
+    tokens = drafts.gather(1, order)
     ranks = torch.arange(1, count + 1, device=order.device).expand_as(order)
     numbers = order.new_zeros(len(order), union.size).scatter(1, order + 1, ranks)
     parents = torch.where(tokens < 0, 0, numbers.gather(1, union.parents[:, 1:].gather(1, order)))

@@ -63,8 +63,8 @@ def pack_like(values: Tensor, unpack_map: Tensor, length: int, padding: float) -
     return out.scatter(1, unpack_map.flatten(1), values.flatten(1))
 
 
-def beam_tree(beam: Tensor, scores: Tensor, seq_lens: Tensor, draft_token_num: int) -> Tree:
-    """The prefix trees of beams with draft_token_num nodes. The first token of all sequences is the root.
+def beam_tree(beam: Tensor, scores: Tensor, seq_lens: Tensor, nodes: int) -> Tree:
+    """The prefix trees of beams with `nodes` nodes. The first token of all sequences is the root.
 
     If a tree has more nodes, those with the best scores are kept. If it has fewer, padding is added.
 
@@ -78,13 +78,13 @@ def beam_tree(beam: Tensor, scores: Tensor, seq_lens: Tensor, draft_token_num: i
     tokens, parents, unpack_map = pack(beam, places)
     worth = pack_like(scores, unpack_map, places, padding=float("-inf"))
     worth = worth.masked_fill(worth.isnan() | (tokens == PADDING), float("-inf"))
-    parents, kept = parents.clamp(min=0), min(draft_token_num, places)
+    parents, kept = parents.clamp(min=0), min(nodes, places)
     if kept < places:
         ranks = torch.cat([torch.full_like(worth[:, :1], float("inf")), worth[:, 1:]], dim=1)
         chosen = ranks.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
         tokens, worth = tokens.gather(1, chosen), worth.gather(1, chosen)
         parents = torch.searchsorted(chosen, parents.gather(1, chosen))
-    missing = (0, draft_token_num - kept)
+    missing = (0, nodes - kept)
     return build_tree(
         tokens[:, 0],
         seq_lens,

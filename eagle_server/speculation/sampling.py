@@ -48,8 +48,8 @@ class SamplingBatch:
         return bool(self.transforms) or self.truncated is not None or self.floored is not None
 
     @classmethod
-    def of(cls, settings: Sequence[RequestSampling], device: torch.device, spec_steps: int = 0) -> SamplingBatch:
-        """`spec_steps`: the depth of the trees whose rows are drawn; 0: there are only roots."""
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device, steps: int = 0) -> SamplingBatch:
+        """`steps`: the depth of the trees whose rows are drawn; 0: there are only roots."""
         params = [s.params for s in settings]
         stochastic = [i for i, p in enumerate(params) if p.temperature > 0]
         limits = [[p.top_k or NO_TOP_K for p in params], [p.top_p for p in params], [p.min_p for p in params]]
@@ -60,7 +60,7 @@ class SamplingBatch:
             truncated=_indices([i for i in stochastic if params[i].top_k > 0 or params[i].top_p < 1], device),
             floored=_indices([i for i in stochastic if params[i].min_p > 0], device),
             limits=upload(limits, device, torch.float32),
-            transforms=transforms_of(settings, device, spec_steps),
+            transforms=transforms_of(settings, device, steps),
         )
 
 

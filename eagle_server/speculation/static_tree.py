@@ -145,12 +145,12 @@ def checked(listed: object) -> Choices:
     return choices
 
 
-def truncated(choices: Choices, depth: int) -> Choices:
-    """The nodes down to `depth`."""
-    return tuple(node for node in choices if len(node) <= depth)
+def truncated(choices: Choices, steps: int) -> Choices:
+    """The nodes down to depth `steps`."""
+    return tuple(node for node in choices if len(node) <= steps)
 
 
-def depth_of(choices: Choices) -> int:
+def steps_of(choices: Choices) -> int:
     """Depth of the deepest node, which is the number of Medusa heads that the tree uses."""
     return max(map(len, choices))
 

@@ -34,7 +34,7 @@ class PenalizerState:
 
     counts: Tensor | None = None  # float32 [h, vocab], how often each token occurs in the output
     prompts: Tensor | None = None  # bool [h, vocab], whether it occurs in the prompt
-    # int64 [3 + spec_steps, matches]: requests, then `WordBeginnings.after` for their texts
+    # int64 [3 + steps, matches]: requests, then `WordBeginnings.after` for their texts
     begun: Tensor | None = None
 
 
@@ -126,26 +126,26 @@ class BadWords:
     path. `columns` has, for each request, as many entries as words may share a last token but one.
     """
 
-    spec_steps: int
+    steps: int
     words: Tensor | None  # int64 [1 + longest, words], see `short_words`; before them their `_key`, which sorts them
     columns: Tensor | None  # int64 [2, columns]: request, number among the words with the same key
 
     @classmethod
-    def of(cls, settings: Sequence[RequestSampling], device: torch.device, spec_steps: int) -> BadWords | None:
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device, steps: int) -> BadWords | None:
         chosen = [(i, *s.long_words) for i, s in enumerate(settings) if s.long_words[1].size]
         if not chosen:
             return None
-        longest = max(int(lengths[lengths <= spec_steps + 1].max(initial=1)) for _, _, lengths in chosen)
+        longest = max(int(lengths[lengths <= steps + 1].max(initial=1)) for _, _, lengths in chosen)
         if longest == 1:
-            return cls(spec_steps, None, None)
+            return cls(steps, None, None)
         short = [(i, *short_words(tokens, lengths, longest)) for i, tokens, lengths in chosen]
         columns = [np.stack([np.full(most, i), np.arange(most)]) for i, _, most in short]
         words = [np.column_stack([_key(i, words[:, 1]), words]) for i, words, _ in short]
         table = np.concatenate(words).T.copy()
-        return cls(spec_steps, upload(table, device), upload(np.concatenate(columns, axis=1), device))
+        return cls(steps, upload(table, device), upload(np.concatenate(columns, axis=1), device))
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        latest = latest_drafted(rows.tree, logits.shape[:2], self.spec_steps + 1, logits.device)
+        latest = latest_drafted(rows.tree, logits.shape[:2], self.steps + 1, logits.device)
         if rows.penalizer_state.begun is not None:
             step = max(1, _WORD_ROWS // logits.shape[1])
             for requests, last, *before in zip(*(part.split(step) for part in rows.penalizer_state.begun), strict=True):
@@ -222,18 +222,18 @@ class Penalties:
             unpenalized = logits.index_select(0, requests)
             penalized = _penalized(unpenalized, count[:, None], prompt[:, None], strength)
             if rows.tree is not None:
-                _count_drafted(penalized, unpenalized, rows.tree.of(requests), count, prompt, strength)
+                _count_drafted(penalized, unpenalized, rows.tree.rows_of(requests), count, prompt, strength)
             logits.index_copy_(0, requests, penalized)
 
 
-def transforms_of(settings: Sequence[RequestSampling], device: torch.device, spec_steps: int) -> tuple[Transform, ...]:
+def transforms_of(settings: Sequence[RequestSampling], device: torch.device, steps: int) -> tuple[Transform, ...]:
     """The transforms of a batch, in order. The grammars' `Masks` come before them; they are new in every cycle.
 
-    `spec_steps`: the depth of the deepest row of a tree.
+    `steps`: the depth of the deepest row of a tree.
     """
     transforms: tuple[Transform | None, ...] = (
         LogitBias.of(settings, device),
-        BadWords.of(settings, device, spec_steps),
+        BadWords.of(settings, device, steps),
         MinTokens.of(settings, device),
         Penalties.of(settings, device),
     )

@@ -68,7 +68,7 @@ class Tree:
         first = self.counts.cumsum(0) - self.counts
         return first[:, None] + numbers * (numbers < self.counts[:, None])
 
-    def of(self, requests: Tensor) -> Tree:
+    def rows_of(self, requests: Tensor) -> Tree:
         """The trees of some requests, int64 [n]."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen = {name: part.index_select(0, requests) for name, part in parts.items() if isinstance(part, Tensor)}

@@ -49,8 +49,8 @@ class Typical:
         last = _best_end(tree, agrees, logp)
         path, on_path = path_to(last, tree.depths, tree.mask, tree.steps)
         following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
-        drafted, draws = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
-        emitted = torch.where(path < 0, -1, torch.where(following < 0, draws, drafted))
+        drafts, draws = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
+        emitted = torch.where(path < 0, -1, torch.where(following < 0, draws, drafts))
         finite = (scores.isfinite() | ~on_path).all(dim=1)
         return Accepted(path, (path >= 0).sum(1) - 1, emitted, (tokens >= 0).sum(1) - 1, finite, scores)
 
@@ -60,13 +60,13 @@ class Typical:
         probability [s, D, V], tokens [s, D], parents [s, D - 1]. Tokens that the transforms exclude have probability 0,
         so they are never above the threshold.
         """
-        drafted = tokens[:, 1:]
-        places = parents * probability.shape[2] + drafted.clamp(min=0)
+        drafts = tokens[:, 1:]
+        places = parents * probability.shape[2] + drafts.clamp(min=0)
         p = probability.flatten(1).gather(1, places)
         rows = probability.flatten(0, 1).split(_ROWS)
         thresholds = [typical_threshold(row, self.posterior_threshold, self.posterior_alpha) for row in rows]
         needed = torch.cat(thresholds).view(tokens.shape).gather(1, parents)
-        return (p > needed) & (drafted >= 0), p.log()
+        return (p > needed) & (drafts >= 0), p.log()
 
 
 def _best_end(tree: Tree, agrees: Tensor, logp: Tensor) -> Tensor:

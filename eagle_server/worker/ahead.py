@@ -20,7 +20,7 @@ UNUSED = "unused"  # the stage of a forward that was computed for nothing
 class ByRequest(Protocol):
     """A forward's results for the requests of a batch."""
 
-    def of(self, requests: Tensor) -> Self:
+    def rows_of(self, requests: Tensor) -> Self:
         """The results for some requests, int64 [n]."""
         ...
 
@@ -72,7 +72,7 @@ class ForwardAhead(Generic[Result]):
         if size == computed.size and numbers == list(range(len(numbers))):
             return computed.result
         numbers += numbers[:1] * (size - len(numbers))  # padding may be anything
-        return computed.result.of(upload(numbers, clock.device))
+        return computed.result.rows_of(upload(numbers, clock.device))
 
     def discard(self, clock: StageClock) -> None:
         """Drop what this cycle has not taken, and add its time to `clock` as UNUSED. It is out of date afterwards."""

@@ -95,7 +95,7 @@ class TreeDrafting:
     def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
         self._cycles += 1
-        served = all(decode.text for decode in batch.decodes)  # warm-up has no text
+        served = all(decode.all_tokens for decode in batch.decodes)  # warm-up has no text
         lesson = served and self._is_lesson(batch.decodes)
         with clock.stage("budget"):
             budget = self._choose(batch, lesson=lesson)
@@ -120,7 +120,7 @@ class TreeDrafting:
             estimates = None
             if self.estimates is not None and tree.scores is not None:
                 assert drafting.ranking.temperature_bin is not None
-                estimates = self.estimates.of(tree, drafting.ranking.temperature_bin)
+                estimates = self.estimates.estimate(tree, drafting.ranking.temperature_bin)
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf and (lesson or not tree.is_cut):
                     unlikely = estimates.path_logp < budget.least_logp
@@ -185,9 +185,9 @@ class TreeDrafting:
         if len(kept) < len(budget.drafting):
             budget = replace(budget, drafting=kept)
         reach = max((batch.decodes[i].tokens_left - 1 for i in kept), default=0)
-        if self.batches.sizes or lesson or reach >= budget.num_steps:
+        if self.batches.sizes or lesson or reach >= budget.steps:
             return budget  # captured drafters have the depths of their graphs only
-        return replace(budget, num_steps=reach)
+        return replace(budget, steps=reach)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
         """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""
@@ -206,7 +206,7 @@ class TreeDrafting:
         if drafts.batch is None:
             return ()
         if drafts.requests is not None:
-            tree, accepted = tree.of(drafts.requests), accepted.of(drafts.requests)
+            tree, accepted = tree.rows_of(drafts.requests), accepted.rows_of(drafts.requests)
         return drafts.to_copy(tree, accepted)
 
     def finish(
@@ -227,7 +227,7 @@ class TreeDrafting:
             self._learn(drafts, estimates)
         if self._is_unjudged and drafts.batch is not None:
             self._count_first_drafts(plan, result, drafts.budget.drafting)
-        steps = drafts.budget.num_steps if drafts.batch else 0
+        steps = drafts.budget.steps if drafts.batch else 0
         drafting = CycleDrafting(
             steps=steps,
             requests=len(drafts.budget.drafting),
@@ -250,7 +250,7 @@ class TreeDrafting:
         assert first is not None
         for number in drafting:
             decode, output = plan.decodes[number], result.decodes[number]
-            if decode.text and output.drafted and decode.sampling.params.temperature == 0:
+            if decode.all_tokens and output.drafted and decode.sampling.params.temperature == 0:
                 first.trees += 1
                 first.accepted += len(output.tokens) > 1
         if first.trees >= TREES:
@@ -260,8 +260,8 @@ class TreeDrafting:
         """Update budget and estimates."""
         assert drafts.batch is not None and self.estimates is not None
         decodes = drafts.batch.decodes
-        logp, drafted, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
-        self.budget.drafted(decodes, logp.astype(float), drafted)
+        logp, drafted_parents, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
+        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents)
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
@@ -283,13 +283,13 @@ class TreeDrafting:
         if loaded:
             tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in result.decodes)))
             seconds = now - ended - stages.get("prefill", 0.0)
-            self.budget.took(len(plan.decodes), drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
+            self.budget.took(len(plan.decodes), has_drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
         if not drafts.lesson and self._cycles % (self.policy.lesson_period // 2):
             return 0.0
         if drafts.batch is None:
             costs.wait(waited)
         kv = float(sum(decode.seq_len for decode in plan.decodes))
-        forwards = self.drafter.forwards(drafts.budget.num_steps) if drafts.batch is not None else 0
+        forwards = self.drafter.forwards(drafts.budget.steps) if drafts.batch is not None else 0
         times = StageTimes.of(stages, forwards)
         predicted = costs.observe(costs.verify, rows, kv, times.verify)
         if drafts.batch is not None:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from eagle_server.attention.batches import verify_layout
 from eagle_server.attention.interface import PagedRequests
+from eagle_server.cache.page_table import write_changes
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.upload import upload
 from eagle_server.plan import StateMoves, StateSave
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import Piece, prompt_batch
-from eagle_server.worker.batch.req_to_token import write_changes
 from eagle_server.worker.rank_messages import RankMessage
 from eagle_server.worker.verifier import Verifier
 
@@ -81,10 +81,10 @@ class Follower:
         self._verifier.run(layout, tree, PagedRequests(req_pool_indices, seq_lens, self._req_to_token))
 
     def _keep(self, numbers: Sequence[int], tensors: Tensor) -> None:
-        count, branched, *texts = numbers
+        count, branched, *pairs = numbers
         req_pool_indices, seq_lens, path = tensors.split([count, count, len(tensors) - 2 * count])
         requests = PagedRequests(req_pool_indices, seq_lens, self._req_to_token)
-        lengths = dict(zip(texts[::2], texts[1::2], strict=True))
+        lengths = dict(zip(pairs[::2], pairs[1::2], strict=True))
         self._verifier.run_keep(path.view(count, -1), requests, lengths, branched=bool(branched))
 
 

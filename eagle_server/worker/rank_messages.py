@@ -6,7 +6,7 @@ SETTLE    saves; request, length, checkpoint per save; checkpoint and     -
           request per restore
 PREFILL   chunks, logit rows, saves; row per logit row; request, length,  -
           checkpoint per save; request, start, length per chunk; tokens
-VERIFY    requests, nodes, topk, depth; lengths; nodes per tree, or none  requests, tokens, parents
+VERIFY    requests, nodes, topk, steps; lengths; nodes per tree, or none  requests, tokens, parents
 KEEP      requests, whether trees branch; request and length per text     requests, lengths, accepted path
 """
 
@@ -38,7 +38,7 @@ class RankMessage(IntEnum):
 
 
 def send_changes(ranks: RankGroup, changes: NDArray[np.int64]) -> None:
-    """The changes of `PageTable.take_changes`, int64 [3, n]."""
+    """The changes of `PageTable.refresh`, int64 [3, n]."""
     ranks.send(RankMessage.CHANGES, changes.reshape(-1))
 
 
@@ -73,5 +73,5 @@ def send_keep(
     ranks: RankGroup, path: Tensor, requests: PagedRequests, lengths: Mapping[int, int], *, branched: bool
 ) -> None:
     """What trees kept: their accepted paths, int64 [bs, S + 1]. The rest as `Verifier.run_keep` has it."""
-    numbers = [len(path), int(branched), *(number for text in lengths.items() for number in text)]
+    numbers = [len(path), int(branched), *(number for pair in lengths.items() for number in pair)]
     ranks.send(RankMessage.KEEP, numbers, requests.req_pool_indices, requests.seq_lens, path)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_server.cache.states import StatePool
 from eagle_server.ops.upload import upload
-from eagle_server.plan import StateMoves
+from eagle_server.plan import NO_MOVES, StateMoves
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class RequestStates:
         """
         self._paths = _Paths(path, rows, lengths)
 
-    def settle(self, moves: StateMoves | None = None) -> None:
+    def settle(self, moves: StateMoves = NO_MOVES) -> None:
         """Move the states along the accepted paths, and save those of `moves` on the way. Then restore.
 
         A row that is restored belongs to another request than before.
         """
         paths, self._paths = self._paths, None
-        if moves is not None and moves.saves:
+        if moves.saves:
             self._save(moves, paths)
         elif paths is not None:
             self.pool.keep(paths.path, paths.rows)
-        if moves is not None and moves.restores:
+        if moves.restores:
             self.pool.copy(moves.restores)
 
     def _save(self, moves: StateMoves, paths: _Paths | None) -> None:

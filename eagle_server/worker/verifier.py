@@ -17,7 +17,7 @@ from eagle_server.cache.pool import Pool
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Chunk, StateMoves, StateSave
+from eagle_server.plan import NO_MOVES, Chunk, StateMoves, StateSave
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, compacted
 from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
@@ -34,7 +34,7 @@ class Verified:
     logits: Tensor
     features: Tensor
 
-    def of(self, requests: Tensor) -> Verified:
+    def rows_of(self, requests: Tensor) -> Verified:
         """The rows of some requests, int64 [n], if each has one row."""
         return Verified(self.logits.index_select(0, requests), self.features.index_select(0, requests))
 
@@ -77,12 +77,12 @@ class Verifier:
         """Whether the states of recurrent layers are at the ends of their texts."""
         return self.states is None or self.states.settled
 
-    def settle(self, moves: StateMoves | None = None) -> None:
+    def settle(self, moves: StateMoves = NO_MOVES) -> None:
         """Move the states of recurrent layers along the last cycle's accepted paths. `moves`: copy some of them."""
-        if self.states is None or (self.settled and moves in (None, StateMoves())):
+        if self.states is None or (self.settled and moves == NO_MOVES):
             return
         if self.ranks is not None:
-            send_settle(self.ranks, moves or StateMoves())
+            send_settle(self.ranks, moves)
         self.states.settle(moves)
 
     def compacted(self, tree: Tree) -> Tree:

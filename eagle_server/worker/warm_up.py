@@ -30,7 +30,7 @@ def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,))
     """Run a long prompt, a prompt of one token, both at once where two requests may run, and decode batches of these
     sizes and sequence lengths."""
     row = worker.batches.pad_row
-    width = worker.batches.req_to_token.tensor.shape[1]
+    width = worker.batches.table.tensor.shape[1]
     long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))
     prompts = ((long,), (short,), (short, long))
     for chunks in prompts[:-1] if row < 2 else prompts:  # noqa: PLR2004  rows below the padding row are requests
@@ -80,7 +80,7 @@ def _own_slots(worker: Worker, requests: int, length: int) -> Iterator[Sequence[
     if batches.device.type != "cpu":
         yield (batches.pad_row,) * requests
         return
-    table, pool = batches.req_to_token.tensor, worker.verifier.pool
+    table, pool = batches.table.tensor, worker.verifier.pool
     rows = range(min(requests, batches.pad_row))
     places = torch.arange(len(rows) * (length + 1)) % (len(pool.keys[0]) - 1) + 1
     # Written as it is, zeros or poison, because memory that nobody wrote is not really read.
@@ -111,7 +111,7 @@ class _Measured:
 
     def drafting(self, size: int, budget: FixedBudget) -> None:
         """Cycles in which all requests draft."""
-        times = StageTimes.of(self._run(size, 2, budget), self._worker.drafter.forwards(budget.num_steps))
+        times = StageTimes.of(self._run(size, 2, budget), self._worker.drafter.forwards(budget.steps))
         self.verify.setdefault(self._rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token

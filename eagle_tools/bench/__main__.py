@@ -18,6 +18,7 @@ from eagle_tools.bench.rich_output import Console, Progress
 from eagle_tools.bench.servers import BenchError, running
 
 TABLE_WIDTH = 96  # the tables need it, also if the output is not a terminal
+HOPS = "hops"
 DEMO_PROMPTS = DEMO / "prompts.json"
 
 
@@ -27,7 +28,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends the same "
         "prompts to both alternately, and compares tokens/s. Both get the server flags after `--`; the plain one "
         "without those of drafting.",
-        epilog="example: eagle-server bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
+        epilog=f"`eagle-server bench {HOPS}` counts the files, functions and objects that a cycle and an answer go "
+        "through. Example of a benchmark: eagle-server bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")
@@ -43,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns 0, or 2 with one line on stderr."""
+    if argv and argv[0] == HOPS:
+        from eagle_tools.bench import hops  # imported here because it loads an engine, and a benchmark needs none
+
+        return hops.main(argv[1:])
     arguments = _parser().parse_args(argv)
     console = Console(width=max(TABLE_WIDTH, shutil.get_terminal_size().columns))
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -210,12 +210,12 @@ def mixed_arrivals(count: int, rate: float, seed: int) -> list[Arrival]:
 
     A prompt is the end of several held-out texts in a row. At rate infinity all come at once.
     """
-    texts, chance = held_out(32), random.Random(0)
+    prompts, chance = held_out(32), random.Random(0)
     clock, spacing = 0.0, random.Random(seed)
     arrivals = []
     for number in range(count):
-        first = number % len(texts)
-        tokens = [token for text in (*texts[first:], *texts[:first]) for token in text]
+        first = number % len(prompts)
+        tokens = [token for prompt in (*prompts[first:], *prompts[:first]) for token in prompt]
         length = round(SHORTEST * (LONGEST / SHORTEST) ** chance.random())
         answer = chance.randint(MOST_TOKENS // 4, MOST_TOKENS)
         arrivals.append(Arrival(clock, tokens[-length:], answer, float(number % 2), number))

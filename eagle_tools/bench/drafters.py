@@ -28,12 +28,12 @@ def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]
     return {"repetitive": repetitive, "ordinary": ordinary, "mixed": mixed}
 
 
-def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> Builders:
+def engines(steps: int, topk: int, nodes: int, threads: int) -> Builders:
     """The demo with each drafter, coupled and uncoupled; all trees have the same size."""
-    size = ["--speculative-num-draft-tokens", str(num_draft_tokens)]
-    tree = ["--speculative-num-steps", str(num_steps), "--topk", str(topk), *size]
+    size = ["--speculative-num-draft-tokens", str(nodes)]
+    tree = ["--speculative-num-steps", str(steps), "--topk", str(topk), *size]
     # The published list has the most useful nodes first, so its beginning is a good smaller tree.
-    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: num_draft_tokens - 1]))]
+    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: nodes - 1]))]
     options = {
         "NONE": [],
         "EAGLE3": tree,

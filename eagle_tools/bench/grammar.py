@@ -85,7 +85,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 class Outcome:
     """The results of all requests."""
 
-    texts: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason | None] = field(default_factory=dict)
     cycles: int = 0
     accepted: int = 0
@@ -108,7 +108,7 @@ def run(engine: Engine, requests: Iterator[Request]) -> Outcome:
             open_requests += 1
             following = next(requests, None)
         for delta in engine.step():
-            outcome.texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+            outcome.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 outcome.reasons[delta.request_id] = delta.finish_reason
                 open_requests -= 1
@@ -152,20 +152,20 @@ def main(argv: Sequence[str]) -> int:
     compared = min(arguments.plain, len(outcome.reasons))
     free = run(engine, requests(compared, with_grammar=False))
     plain = run(demo_engine("NONE", running=BATCH), requests(compared))
-    equal = sum(outcome.texts[name] == text for name, text in plain.texts.items())
+    equal = sum(outcome.tokens[name] == tokens for name, tokens in plain.tokens.items())
     wrong = _violations(outcome, schemas)
     counts = {reason.value: list(outcome.reasons.values()).count(reason) for reason in FinishReason}
-    tokens = sum(map(len, outcome.texts.values()))
+    tokens = sum(map(len, outcome.tokens.values()))
     print(f"generations {len(outcome.reasons)}: " + ", ".join(f"{k} {v}" for k, v in counts.items() if v))
     print(f"of those that stopped, not JSON of their schema: {len(wrong)}")
-    print(f"the same text as without speculation: {equal} of {len(plain.texts)}")
+    print(f"the same text as without speculation: {equal} of {len(plain.tokens)}")
     print(f"tokens {tokens}, accept length {outcome.accept_length:.3f}, {outcome.seconds:.0f} s")
     print(f"accept length of the same prompts without a schema: {free.accept_length:.3f}")
     print(mask_times(engine.ready(), outcome, schemas))
     for schema, text in wrong[:5]:
         print(f"{json.dumps(schema)}\n    {text!r}")
     failed = counts[FinishReason.ERROR.value] + counts[FinishReason.REFUSED.value]
-    return int(bool(wrong or failed) or equal < len(plain.texts))
+    return int(bool(wrong or failed) or equal < len(plain.tokens))
 
 
 def mask_times(ready: Ready, outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> str:
@@ -174,7 +174,7 @@ def mask_times(ready: Ready, outcome: Outcome, schemas: Sequence[dict[str, Any]]
     grammars = Grammars(lambda: Tokenizer.from_file(file), ready.vocab_size, ready.eos_token_ids)
     grammars.preload().result()
     compiling, masks = list[float](), list[float]()
-    for name, tokens in outcome.texts.items():
+    for name, tokens in outcome.tokens.items():
         started = time.perf_counter()
         compiled = grammars.compile(Grammar(kind="json_schema", source=_source(schemas[int(name)]))).result()
         compiling.append(time.perf_counter() - started)
@@ -198,7 +198,7 @@ def _violations(outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> list[tup
     """(schema, text) of the finished answers that violate their schema."""
     tokenizer = load_tokenizer(str(DEMO / "target"))
     finished = [name for name, reason in outcome.reasons.items() if reason is FinishReason.STOP]
-    answers = [(schemas[int(name)], tokenizer.decode(outcome.texts[name])) for name in finished]
+    answers = [(schemas[int(name)], tokenizer.decode(outcome.tokens[name])) for name in finished]
     return [(schema, text) for schema, text in answers if not _parses(text, schema)]
 
 

@@ -42,13 +42,13 @@ class FormatRow:
     same: int
 
 
-def perplexity(engine: Engine, texts: Sequence[Sequence[int]], begins: Sequence[int]) -> float:
+def perplexity(engine: Engine, sequences: Sequence[Sequence[int]], begins: Sequence[int]) -> float:
     """The perplexity of the texts' tokens from `begins` on."""
     total, count = 0.0, 0
-    for number, (text, begin) in enumerate(zip(texts, begins, strict=True)):
+    for number, (tokens, begin) in enumerate(zip(sequences, begins, strict=True)):
         one = SamplingParams(max_tokens=1, seed=0)
         name = f"score {number}"
-        engine.add(Request(request_id=name, prompt_token_ids=list(text), sampling=one, prompt_logprobs=True))
+        engine.add(Request(request_id=name, prompt_token_ids=list(tokens), sampling=one, prompt_logprobs=True))
         while engine.has_work():
             for delta in engine.step():
                 for token in (delta.prompt_logprobs or [])[begin - 1 :]:
@@ -91,16 +91,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     prompts, rows = held_out(arguments.prompts), list[FormatRow]()
     begins = [len(prompt) for prompt in prompts]
-    texts = sampled(demo_engine("NONE", *FORMATS["float32"], threads=arguments.threads), prompts, arguments.max_tokens)
+    sequences = sampled(
+        demo_engine("NONE", *FORMATS["float32"], threads=arguments.threads), prompts, arguments.max_tokens
+    )
     with Progress(console=Console(stderr=True)) as progress:
         for name in progress.track(arguments.formats, description="formats"):
             plain_tally, tally = Tally(), Tally()
             plain = demo_engine("NONE", *FORMATS[name], threads=arguments.threads)
-            score = perplexity(plain, texts, begins)
+            score = perplexity(plain, sequences, begins)
             expected = answers(plain, prompts, arguments.max_tokens, plain_tally)
             fast = demo_engine("EAGLE3", *FORMATS[name], threads=arguments.threads)
-            drafted = answers(fast, prompts, arguments.max_tokens, tally)
-            same = sum(a == b for a, b in zip(expected, drafted, strict=True))
+            with_drafts = answers(fast, prompts, arguments.max_tokens, tally)
+            same = sum(a == b for a, b in zip(expected, with_drafts, strict=True))
             speeds = plain_tally.tokens / plain_tally.seconds, tally.tokens / tally.seconds
             rows.append(FormatRow(name, megabytes(plain), score, *speeds, tally.tokens_per_forward, same))
     Console().print(_table(rows, len(prompts)))

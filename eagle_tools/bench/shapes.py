@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, Layout, TreeMask
 from eagle_server.attention.recurrent import TreeRows
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.pool import KVPool
 from eagle_server.engine.build.pools import make_states
 from eagle_server.models.checkpoints.load_target import created_as
@@ -169,7 +169,7 @@ def native_step(model: TargetModel, rows: int) -> tuple[Step, Callable[[Tensor],
     slots = PREFIX + rows + 1
     pool = KVPool(config.pool_layers, slots, config.dtype, torch.device("cpu"))
     pool.groups[0].normal_()
-    attention, requests = TorchNativeAttention(pool), torch.tensor([0])
+    attention, requests = torch_native(pool), torch.tensor([0])
     parents = (torch.arange(rows)[None] - 1) // 2  # two children of each node
     depth = rows.bit_length() - 1
     tree = Tree.linked(torch.zeros_like(parents), parents, torch.tensor([PREFIX]), depth)

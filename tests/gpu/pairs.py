@@ -47,7 +47,7 @@ class Pair:
             "poison": False,
             **settings,
         }
-        config = engine_config(num_steps=steps, topk=topk, num_draft_tokens=nodes, **numbers)
+        config = engine_config(model_steps=steps, topk=topk, nodes=nodes, **numbers)
         return assemble(self.target, self.head if steps else None, config, **(stand_ins or {}))
 
 

@@ -19,7 +19,7 @@ from eagle_server.attention.flashinfer.backend import FlashInferAttention
 from eagle_server.attention.flashinfer.forward import AttentionLimits
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, BoundAttention, TreeMask
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from tests.gpu.conftest import moved
@@ -177,4 +177,4 @@ def test_flashinfer_mla_gives_dense_attention(
 def test_torch_native_gives_dense_attention(device: torch.device, phase: str, rank: int, dtype: torch.dtype) -> None:
     layers = ((0.1, 0),) if rank else ((0.1, 0), (0.1, 50))
     on = OnDevice(World(layers, heads=8, kv_heads=2, dim=24, rank=rank, rows=ROWS, width=WIDTH), device, dtype)
-    assert on.error(TorchNativeAttention(on.pool), PHASES[phase](on.world)) < TOLERANCE[dtype]
+    assert on.error(torch_native(on.pool), PHASES[phase](on.world)) < TOLERANCE[dtype]

@@ -33,7 +33,7 @@ class Drafting:
 
     @property
     def drafts(self) -> bool:
-        return bool(self.case.numbers["num_draft_tokens"] > 1)
+        return bool(self.case.numbers["nodes"] > 1)
 
     def engine(self, **settings: Any) -> Engine:
         return self.case.engine(self.pair, **settings)
@@ -65,7 +65,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 @pytest.fixture(scope="session", params=KINDS)
 def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Pair:
     with _threads(1):
-        return pairs.of(KINDS[request.param])
+        return pairs.pair_of(KINDS[request.param])
 
 
 @pytest.fixture
@@ -78,5 +78,5 @@ def texts(pairs: Pairs, pair: Pair) -> dict[str, list[int]]:
 def drafting(request: pytest.FixtureRequest, pairs: Pairs) -> Drafting:
     """A drafter by its name in CASES (indirect parametrization)."""
     case = CASES[request.param]
-    pair = pairs.of(case.maker)
+    pair = pairs.pair_of(case.maker)
     return Drafting(case, pair, pairs.texts(pair))

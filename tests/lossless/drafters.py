@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_server.engine.build.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
+from eagle_server.speculation.static_tree import parse_choices, ranks_of, steps_of
 from tests.lossless import pairs
 from tests.lossless.pairs import Maker, Pair
 from tests.support.engines import engine_config, tree_size
@@ -28,7 +28,7 @@ class Case:
     topk: int = 1
     size: int | None = None
     tree: str = ""
-    ngrams: int = 0  # depth of the tries
+    ngrams: int = 0  # steps of the tries
     shared: int = 0
     stages: int = 3
 
@@ -39,13 +39,13 @@ class Case:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        ngrams = {"ngram_depth": self.ngrams, "ngram_share_tokens": self.shared}
+        ngrams = {"ngram_steps": self.ngrams, "ngram_share_tokens": self.shared}
         if self.tree:
             choices = parse_choices(self.tree)
-            depth, ranks, size = depth_of(choices), ranks_of(choices), self.size or len(choices) + 1
-            return {"choices": choices, "num_steps": depth, "topk": ranks, "num_draft_tokens": size, **ngrams}
+            steps, ranks, size = steps_of(choices), ranks_of(choices), self.size or len(choices) + 1
+            return {"choices": choices, "model_steps": steps, "topk": ranks, "nodes": size, **ngrams}
         size = self.size or (tree_size(self.steps, self.topk) if self.steps else 1)
-        return {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": size, **ngrams}
+        return {"model_steps": self.steps, "topk": self.topk, "nodes": size, **ngrams}
 
     def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
         """An engine with poisoned free slots. `settings` are those of `engine_config`, `stand_ins` of `assemble`."""

@@ -104,7 +104,7 @@ def _graphs(toy: Toy) -> bool:
 
 def _ranks(toy: Toy) -> bool:
     with SplitEngines(toy.directory, 2) as split:
-        return toy.has_plain_text(split.engine(lambda target: None, engine_config(ngram_depth=4, num_draft_tokens=6)))
+        return toy.has_plain_text(split.engine(lambda target: None, engine_config(ngram_steps=4, nodes=6)))
 
 
 def _rounded(toy: Toy) -> bool:
@@ -146,7 +146,7 @@ def _drafts(toy: Toy) -> str:
     engines = {
         "EAGLE3": lambda: speculative(toy.target, random_head(toy.target, "EAGLE3")),
         "STANDALONE": lambda: speculative(toy.target, DraftLM(draft)),  # type: ignore[arg-type]
-        "NGRAM": lambda: plain(toy.target, ngram_depth=4, num_draft_tokens=6),
+        "NGRAM": lambda: plain(toy.target, ngram_steps=4, nodes=6),
     }
     return ", ".join(name for name, made in engines.items() if toy.has_plain_text(made()))
 

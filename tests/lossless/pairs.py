@@ -243,7 +243,7 @@ class Pairs:
         self._pairs: dict[Maker, Pair] = {}
         self._texts: dict[str, dict[str, list[int]]] = {}
 
-    def of(self, maker: Maker) -> Pair:
+    def pair_of(self, maker: Maker) -> Pair:
         if maker not in self._pairs:
             self._pairs[maker] = self._made_once(maker)
         return self._pairs[maker]

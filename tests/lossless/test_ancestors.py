@@ -79,7 +79,7 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
     return trees
 
 
-def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
+def tree_of(tokens: list[int], request_number: int, steps: list[Call]) -> Drafted:
     """The tree of one request. The feedback given to a column identifies its parent."""
     rows = slice(request_number * TOPK, (request_number + 1) * TOPK)
     nodes, moved = [], 0
@@ -92,13 +92,13 @@ def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
             moved += sum(parent != column for column, parent in enumerate(parents))
         paths = [[*paths[parent], int(token)] for parent, token in zip(parents, step.tokens[rows], strict=True)]
         nodes.extend(zip(paths, step.out.normed[rows], strict=True))
-    return Drafted(text, nodes, moved)
+    return Drafted(tokens, nodes, moved)
 
 
 def largest_error(pair: Pair, size: int) -> float:
     """The largest difference between a drafted node's logits and those of its path alone, over three requests."""
     spy = SpyHead(pair.head)
-    settings = {"num_draft_tokens": size, "page_size": 4, "chunked_prefill_size": 16, "coupling": False}
+    settings = {"nodes": size, "page_size": 4, "chunked_prefill_size": 16, "coupling": False}
     engine = speculative(pair.target, spy, STEPS, TOPK, **settings)
     trees = drafted_trees(engine, spy)
     prompts = torch.randint(0, 62, (3, 23), generator=torch.Generator().manual_seed(5)).tolist()
@@ -134,7 +134,7 @@ def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeyp
         self: EagleDraftInput, tokens: Tensor, scores: Tensor, feedback: Tensor
     ) -> tuple[EagleDraftInput, Tensor]:
         frontier, chosen = advance(self, tokens, scores, feedback)
-        own = frontier.ancestor_mask & (frontier.window.levels == frontier.step)
+        own = frontier.ancestor_mask & (frontier.window.column_steps == frontier.step)
         return replace(frontier, ancestor_mask=self.ancestor_mask | own), chosen
 
     monkeypatch.setattr(EagleDraftInput, "advance", by_column)

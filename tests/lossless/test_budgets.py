@@ -16,7 +16,7 @@ from tests.lossless.test_kv import TOLERANCE, worst_cached_slot
 from tests.support.budgets import RandomBudget, budgeted
 from tests.support.engines import run, speculative, tree_size
 
-DRAFTING = {name: case for name, case in CASES.items() if case.numbers["num_draft_tokens"] > 1}
+DRAFTING = {name: case for name, case in CASES.items() if case.numbers["nodes"] > 1}
 QUICK = {
     ("EAGLE3", "batch"),
     ("EAGLE3 static tree", "prefix_hit"),
@@ -51,7 +51,7 @@ def test_texts_do_not_depend_on_random_budgets(drafting: Drafting, scene: str) -
 
     def build(**settings: Any) -> Engine:
         engine = drafting.engine(**settings, adaptive=True)
-        budgets.append(budgeted(engine, numbers["num_steps"], numbers["num_draft_tokens"], seed=len(budgets)))
+        budgets.append(budgeted(engine, numbers["model_steps"], numbers["nodes"], seed=len(budgets)))
         return engine
 
     outcome, engines = play(scene, build)
@@ -69,7 +69,7 @@ def test_texts_do_not_depend_on_random_budgets(drafting: Drafting, scene: str) -
 def test_texts_do_not_depend_on_random_budgets_with_captured_graphs(drafting: Drafting) -> None:
     engine = drafting.engine(**as_on_a_gpu(), adaptive=True)
     numbers = drafting.case.numbers
-    budgeted(engine, numbers["num_steps"], numbers["num_draft_tokens"])
+    budgeted(engine, numbers["model_steps"], numbers["nodes"])
     check(drafting.pair.target, run(engine, REQUESTS), drafting.texts, [engine])
 
 

@@ -40,7 +40,7 @@ from tests.unit.worker.test_no_host_sync import random_medusa
 
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 STEPS = len(CHAIN)
-STATIC = {"choices": CHAIN, "num_draft_tokens": STEPS + 1}
+STATIC = {"choices": CHAIN, "nodes": STEPS + 1}
 SIZES = (2, 8)  # batch sizes of the captured graphs: a capture takes longer than the requests
 
 

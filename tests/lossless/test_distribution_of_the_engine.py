@@ -90,7 +90,7 @@ def p_value(texts: Sequence[Text], expected: Distribution) -> float:
 
 def untrained(target: TargetModel, **settings: Any) -> Engine:
     """An engine with an untrained head and a wide tree. About half of its cycles accept drafts."""
-    head, shape = random_head(target, "EAGLE3", seed=2), {"steps": 2, "topk": 6, "num_draft_tokens": 25}
+    head, shape = random_head(target, "EAGLE3", seed=2), {"steps": 2, "topk": 6, "nodes": 25}
     return speculative(target, head, **shape, max_running_requests=128, disable_radix_cache=True, **settings)
 
 

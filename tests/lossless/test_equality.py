@@ -53,7 +53,7 @@ def test_any_dynamic_tree_gives_the_same_text(
     steps, topk, size, page = shape
 
     def build(**given: Any) -> Engine:
-        settings = {"num_draft_tokens": size, "page_size": page, "chunked_prefill_size": 5, **given}
+        settings = {"nodes": size, "page_size": page, "chunked_prefill_size": 5, **given}
         return speculative(pair.target, pair.head, steps, topk, **settings)
 
     outcome, engines = play(scene, build)

@@ -77,7 +77,7 @@ pytestmark = pytest.mark.skipif(
 @cache
 def in_format(pairs: Pairs, maker: Any, name: str) -> Pair:
     """A pair with its weights in this format."""
-    pair, chosen = pairs.of(maker), FORMATS[name]
+    pair, chosen = pairs.pair_of(maker), FORMATS[name]
     target = load_target(pair.directory, **chosen, progress=False)
     assert target.is_fused == (maker is not LATENT)
     if pair.draft is None:
@@ -243,7 +243,7 @@ def test_families_with_layers_of_two_kinds_have_the_text_of_a_cpu_on_flashinfer(
 def check_against_plain_decoding(directory: Path, form: str, *, seed: int) -> None:
     """An untrained EAGLE-3 head's trees, alone and in batches, for the target in this directory."""
     target = load_target(directory, **FORMATS[form], context=CONTEXT, progress=False)
-    assert target.is_fused == target.config.native and target.lm_head.native is not None
+    assert target.is_fused == target.config.has_family and target.lm_head.native is not None
     head = random_head(target, "EAGLE3").to(target.embed.dtype)  # type: ignore[arg-type]
     pack_linears(head, FORMATS[form].get("quantization"))
     prompts = torch.randint(1, 64, (4, 40), generator=torch.Generator().manual_seed(seed)).tolist()

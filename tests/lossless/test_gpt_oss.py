@@ -62,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 CASCADE = {"verify_attention": "cascade", "draft_attention": "cascade"}
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "n-grams in chunks": ("", {"topk": 1, "ngram_depth": 4, "num_draft_tokens": 8, "chunked_prefill_size": 7}),
+    "n-grams in chunks": ("", {"topk": 1, "ngram_steps": 4, "nodes": 8, "chunked_prefill_size": 7}),
     "a model that is preempted": ("itself", {"max_total_tokens": 112, "page_size": 4}),
     "a head in chunks": ("EAGLE3", {"chunked_prefill_size": 16}),
     "a head on FlashInfer, masks": ("EAGLE3", as_on_a_gpu((1, 2, 4))),
@@ -97,5 +97,5 @@ def test_four_bits_in_bfloat16_give_the_same_text_with_any_draft(tmp_path: Path)
 
 def test_two_ranks_give_the_text_of_one(served: Served) -> None:
     with SplitEngines(served.directory, 2) as split:
-        two = split.engine(lambda target: None, engine_config(ngram_depth=4, num_draft_tokens=6))
+        two = split.engine(lambda target: None, engine_config(ngram_steps=4, nodes=6))
         assert tokens_of(run(two, GREEDY)) == served.greedy

@@ -68,7 +68,7 @@ def ragged(target: TargetModel, **settings: Any) -> Engine:
 
 
 def ngram(target: TargetModel, **settings: Any) -> Engine:
-    return plain(target, stand_ins=TOKENIZER, **{"ngram_depth": 5, "num_draft_tokens": 9, **settings})
+    return plain(target, stand_ins=TOKENIZER, **{"ngram_steps": 5, "nodes": 9, **settings})
 
 
 def spelled(finished: Finished) -> str:

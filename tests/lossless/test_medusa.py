@@ -12,7 +12,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.speculation.static_tree import PRESETS, Choices, depth_of, ranks_of, truncated
+from eagle_server.speculation.static_tree import PRESETS, Choices, ranks_of, steps_of, truncated
 from tests.lossless import pairs as makers
 from tests.lossless.pairs import Pair, Pairs
 from tests.lossless.scenes import REQUESTS, check, play
@@ -29,7 +29,7 @@ TREES: dict[str, Choices] = {
 
 @pytest.fixture
 def medusa(pairs: Pairs) -> Pair:
-    return pairs.of(makers.medusa)
+    return pairs.pair_of(makers.medusa)
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def engine_of(target: TargetModel, heads: Any, choices: Choices, **settings: Any
     return speculative(
         target,
         heads,
-        depth_of(choices),
+        steps_of(choices),
         ranks_of(choices),
         choices=choices,
-        num_draft_tokens=len(choices) + 1,
+        nodes=len(choices) + 1,
         **settings,
     )
 

@@ -24,7 +24,7 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 @pytest.fixture(scope="module")
 def mtp_pair(pairs: Pairs) -> Pair:
     """A random target and a briefly trained MTP layer, loaded from one directory."""
-    return pairs.of(nextn)
+    return pairs.pair_of(nextn)
 
 
 @pytest.mark.parametrize("topk", [1, 4])

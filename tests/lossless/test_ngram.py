@@ -19,22 +19,22 @@ pytestmark = eagle_is_deep
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:
     """An engine with a mixture of the pair's head and n-grams."""
-    return speculative(pair.target, pair.head, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
+    return speculative(pair.target, pair.head, **{"nodes": 12, "ngram_steps": 5, **numbers})
 
 
 def alone(pair: Pair, **numbers: Any) -> Engine:
-    return plain(pair.target, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
+    return plain(pair.target, **{"nodes": 12, "ngram_steps": 5, **numbers})
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"steps": 6, "topk": 1, "num_draft_tokens": 4, "ngram_depth": 2},  # a chain deeper than the tries
+        {"steps": 6, "topk": 1, "nodes": 4, "ngram_steps": 2},  # a chain deeper than the tries
         pytest.param(  # one node for both sources
-            {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8}, marks=pytest.mark.deep
+            {"steps": 1, "topk": 2, "nodes": 2, "ngram_steps": 8}, marks=pytest.mark.deep
         ),
-        {"steps": 1, "topk": 2, "num_draft_tokens": 40, "ngram_depth": 9},  # more than the head can fill
-        pytest.param({"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1}, marks=pytest.mark.deep),
+        {"steps": 1, "topk": 2, "nodes": 40, "ngram_steps": 9},  # more than the head can fill
+        pytest.param({"steps": 4, "topk": 8, "nodes": 6, "ngram_steps": 1}, marks=pytest.mark.deep),
     ],
     ids=str,
 )

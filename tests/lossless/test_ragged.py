@@ -20,7 +20,7 @@ QUICK = {("EAGLE3", "batch"), ("EAGLE3+NGRAM", "preempted"), ("EAGLE3 chain", "b
 THINNED = [
     pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.deep,))
     for name, case in CASES.items()
-    if case.numbers["num_draft_tokens"] > 1
+    if case.numbers["nodes"] > 1
     for scene in SCENES
 ]
 
@@ -60,7 +60,7 @@ def test_a_captured_cycle_computes_padding_and_gives_the_same_texts(drafting: Dr
     rows = VerifiedRows(engine)
     outcome = run(engine, REQUESTS)
     check(drafting.pair.target, outcome, drafting.texts, [engine])
-    assert set(rows.rows) <= {size * drafting.case.numbers["num_draft_tokens"] for size in (1, 2, 4, 8)}
+    assert set(rows.rows) <= {size * drafting.case.numbers["nodes"] for size in (1, 2, 4, 8)}
 
 
 @pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True)

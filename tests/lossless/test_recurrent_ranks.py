@@ -51,12 +51,12 @@ def mtp(whole: TargetModel) -> MtpHead:
 
 
 def tree(steps: int, topk: int) -> dict[str, Any]:
-    return {"num_steps": steps, "topk": topk, "num_draft_tokens": tree_size(steps, topk)}
+    return {"model_steps": steps, "topk": topk, "nodes": tree_size(steps, topk)}
 
 
 DRAFTS: dict[str, tuple[Callable[[TargetModel], Any], dict[str, Any]]] = {
     "NONE": (lambda _: None, {}),
-    "NGRAM": (lambda _: None, {"num_draft_tokens": 9, "ngram_depth": 5, "ngram_share_tokens": 300}),
+    "NGRAM": (lambda _: None, {"nodes": 9, "ngram_steps": 5, "ngram_share_tokens": 300}),
     "EAGLE chain": (lambda whole: random_head(whole, "EAGLE"), tree(4, 1)),
     "EAGLE3": (lambda whole: random_head(whole, "EAGLE3"), tree(3, 4)),
     "NEXTN": (mtp, tree(3, 4)),
@@ -165,5 +165,5 @@ def test_key_heads_that_do_not_divide_are_whole_on_every_rank(tmp_path: Path) ->
             assert share.config.recurrent == whole.config.recurrent
             assert share.config.intermediate_size == 16
 
-        engine = split.engine(check, engine_config(num_draft_tokens=6, ngram_depth=4))
+        engine = split.engine(check, engine_config(nodes=6, ngram_steps=4))
         assert tokens_of(run(engine, REQUESTS[:3])) == expected

@@ -19,7 +19,7 @@ from tests.support.engines import FIXED_TREES, request, run, speculative
 
 @pytest.fixture
 def pair(pairs: Pairs) -> Pair:
-    return pairs.of(redrafter)
+    return pairs.pair_of(redrafter)
 
 
 def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +60,4 @@ def test_a_head_is_served_by_its_options(pair: Pair, texts: dict[str, list[int]]
 
 def test_more_nodes_than_the_beams_hold_are_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match="--speculative-num-draft-tokens 14: .* at most 13"):
-        speculative(pair.target, pair.head, 3, 4, num_draft_tokens=14)
+        speculative(pair.target, pair.head, 3, 4, nodes=14)

@@ -18,7 +18,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.request import FinishReason, Grammar, Request
 from eagle_server.speculation import accept as accept_module
 from eagle_server.speculation.sampling import draw
-from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
+from eagle_server.speculation.static_tree import parse_choices, ranks_of, steps_of
 from tests.lossless.conftest import Pair
 from tests.lossless.test_flashinfer import as_on_a_gpu
 from tests.lossless.test_requests import assert_logprobs
@@ -154,16 +154,16 @@ def ragged(pair: Pair, **settings: Any) -> Engine:
 
 def static(pair: Pair, **settings: Any) -> Engine:
     choices = parse_choices(TREE)
-    numbers = {"num_draft_tokens": len(choices) + 1, "choices": choices, **settings}
-    return speculative(pair.target, pair.head, depth_of(choices), ranks_of(choices), **numbers)
+    numbers = {"nodes": len(choices) + 1, "choices": choices, **settings}
+    return speculative(pair.target, pair.head, steps_of(choices), ranks_of(choices), **numbers)
 
 
 def ngram(pair: Pair, **settings: Any) -> Engine:
-    return plain(pair.target, **{"ngram_depth": 5, "num_draft_tokens": 9, **settings})
+    return plain(pair.target, **{"ngram_steps": 5, "nodes": 9, **settings})
 
 
 def mixture(pair: Pair, **settings: Any) -> Engine:
-    return speculative(pair.target, pair.head, 3, 4, **{"ngram_depth": 5, **settings})
+    return speculative(pair.target, pair.head, 3, 4, **{"ngram_steps": 5, **settings})
 
 
 def captured(pair: Pair, **settings: Any) -> Engine:

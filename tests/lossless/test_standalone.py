@@ -49,7 +49,7 @@ GREEDY = [
 
 @pytest.fixture(scope="module")
 def pair(pairs: Pairs) -> Pair:
-    return pairs.of(standalone)
+    return pairs.pair_of(standalone)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
         missing.extend(
             min(steps + 1, decode.tokens_left) - len(each.tokens)
             for each, decode in zip(result.decodes, plan.decodes, strict=True)
-            if decode.text
+            if decode.all_tokens
         )
         return result
 

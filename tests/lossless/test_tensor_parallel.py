@@ -101,6 +101,6 @@ def test_heads_that_do_not_divide_and_other_families_give_the_text_of_one_rank(
     one, exact = tokens_of(run(plain(target), asked)), in_float64(target)
     assert min(slack(exact, each, one[each.request_id]) for each in asked) > NEAR_TIE
     with SplitEngines(tmp_path, ranks) as split:
-        two = split.engine(lambda target: None, engine_config(ngram_depth=4, num_draft_tokens=6))
+        two = split.engine(lambda target: None, engine_config(ngram_steps=4, nodes=6))
         assert tokens_of(run(two, asked)) == one
         assert two.stats().drafted_tokens > 0

@@ -14,7 +14,7 @@ from tests.lossless.drafters import CASES
 from tests.lossless.scenes import departure
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
 
-DRAFTING = [name for name, case in CASES.items() if case.numbers["num_draft_tokens"] > 1]
+DRAFTING = [name for name, case in CASES.items() if case.numbers["nodes"] > 1]
 
 
 def watched(engine: Engine) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""NEXTN heads draft what transformers' `MtpModel` drafts, for each native family that has MTP layers."""
+"""NEXTN heads draft what transformers' `MtpModel` drafts, for each family that has MTP layers."""
 
 from __future__ import annotations
 

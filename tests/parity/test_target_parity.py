@@ -17,7 +17,7 @@ from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.attention.recurrent import DenseRows, PromptRows
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.engine.build.pools import make_pool, make_states
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config_json import read_config
@@ -82,7 +82,7 @@ class Pages:
             self.states.poison()
         order = 1 + torch.randperm(pages - 1).view(requests, pages_each)
         self.slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).view(requests, -1)  # [requests, positions]
-        self.model, self.attention = model, TorchNativeAttention(self.pool)
+        self.model, self.attention = model, torch_native(self.pool)
 
     def logits(self, prompts: Sequence[Tensor], start: Sequence[int], stop: Sequence[int]) -> list[Tensor]:
         """The logits of one forward over tokens start..stop of every prompt."""

@@ -229,7 +229,7 @@ def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, 
     expected = generated(theirs, prompts, 24)
     requests = [request(i, prompt, max_tokens=24, ignore_eos=True) for i, prompt in enumerate(prompts)]
     drafts: list[tuple[Any, dict[str, Any]]] = [
-        (None, {"steps": 0, "topk": 1, "ngram_depth": 4, "num_draft_tokens": 8, "chunked_prefill_size": 7}),
+        (None, {"steps": 0, "topk": 1, "ngram_steps": 4, "nodes": 8, "chunked_prefill_size": 7}),
         (DraftLM(ours), {"max_total_tokens": 112, "page_size": 4}),
         (random_head(ours, "EAGLE3"), {"chunked_prefill_size": 16}),  # type: ignore[arg-type]
     ]

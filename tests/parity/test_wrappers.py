@@ -35,7 +35,7 @@ from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, 
 
 QUICK = {"qwen2.5-vl", "gemma3"}
 ALL = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in CASES]
-NGRAM = {"steps": 0, "topk": 1, "ngram_depth": 4, "num_draft_tokens": 8}
+NGRAM = {"steps": 0, "topk": 1, "ngram_steps": 4, "nodes": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def chunked_logits(ours: TargetModel, prompts: list[Tensor]) -> list[Tensor]:
 def test_logits_and_texts_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """Without speculation, with an EAGLE-3 head, n-grams, and the model itself as its draft."""
     theirs, ours = write(CASES[name], tmp_path), load(tmp_path)
-    assert ours.config.native == CASES[name].native
+    assert ours.config.has_family == CASES[name].has_family
     assert set(ours.config.media_token_ids) == set(CASES[name].media.values())
     drawn = torch.randint(1, 120, (3, 40), generator=torch.Generator().manual_seed(3))
     prompts = [row[: 12 * i + 5] for i, row in enumerate(drawn)]

@@ -69,12 +69,12 @@ MEDIA = {"image_token_id": 125, "video_token_id": 126, "vision_start_token_id": 
 
 @dataclass(frozen=True)
 class Case:
-    """A model_type of transformers, its text and vision config, and other keys. native: an own family runs it."""
+    """A model_type of transformers, its text and vision config, and other keys. has_family: it runs as one of ours."""
 
     model_type: str
     text: dict[str, Any]
     vision: dict[str, Any]
-    native: bool = True
+    has_family: bool = True
     media: dict[str, int] = field(default_factory=lambda: MEDIA)
 
 
@@ -107,7 +107,7 @@ CASES = {
         "mistral3",
         {"model_type": "ministral3", "head_dim": 16},
         _PIXTRAL,
-        native=False,
+        has_family=False,
         media=_MISTRAL_MEDIA,
     ),
     "qwen2-vl": Case("qwen2_vl", {"rope_parameters": _MROPE}, {**_QWEN2, "embed_dim": 16, "hidden_size": 64}),
@@ -153,7 +153,7 @@ CASES = {
         "llama4",
         {"intermediate_size_mlp": 80, "head_dim": 16, "num_local_experts": 4, "no_rope_layers": [1, 0, 1]},
         {**_SIGLIP, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
-        native=False,
+        has_family=False,
         media=_GEMMA_MEDIA,
     ),
     "kimi-k2.5": Case(

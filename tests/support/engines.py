@@ -108,7 +108,7 @@ def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:
 
 
 def tree_size(steps: int, topk: int) -> int:
-    """The default num_draft_tokens: steps * topk + 1, or the whole pool and the root if that is smaller."""
+    """The default `nodes`: steps * topk + 1, or the whole pool and the root if that is smaller."""
     return min(steps * topk, topk + (steps - 1) * topk**2) + 1
 
 
@@ -133,7 +133,7 @@ def speculative(  # noqa: PLR0913
     stand_ins: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Engine:
-    tree = {"num_steps": steps, "topk": topk, "num_draft_tokens": tree_size(steps, topk)}
+    tree = {"model_steps": steps, "topk": topk, "nodes": tree_size(steps, topk)}
     return assemble(target, head, engine_config(**{**tree, **settings}), **(stand_ins or {}))
 
 

@@ -41,7 +41,7 @@ def verify_tree_greedy(
     retrive_next_token: Tensor,
     retrive_next_sibling: Tensor,
     target_argmax: Tensor,
-    spec_steps: int,
+    steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The walk by links: from each node to its first child that has the target's token at the node.
 
@@ -52,7 +52,7 @@ def verify_tree_greedy(
         retrive_next_token, retrive_next_sibling: int64 [bs, D], -1: none.
 
     Returns:
-        path int64 [bs, spec_steps + 1], accept_length int64 [bs], tokens int64 [bs, spec_steps + 1], as `walk_tree`.
+        path int64 [bs, steps + 1], accept_length int64 [bs], tokens int64 [bs, steps + 1], as `walk_tree`.
     """
 
     def at(values: Tensor, node: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def verify_tree_greedy(
 
     last = torch.zeros_like(draft_token[:, 0])
     path = [last]
-    for _ in range(spec_steps):
+    for _ in range(steps):
         node = torch.where(path[-1] < 0, -1, at(retrive_next_token, last))
         wanted = at(target_argmax, last)
         for _ in range(draft_token.shape[1] - 2):

@@ -46,8 +46,8 @@ class ThinningDrafter:
         self.sizes.append((int(counts.max()), int(before.max())))
         return thin
 
-    def forwards(self, num_steps: int) -> int:
-        return self.drafter.forwards(num_steps)
+    def forwards(self, steps: int) -> int:
+        return self.drafter.forwards(steps)
 
     def _random(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self._generator)

@@ -92,23 +92,23 @@ def assemble(  # noqa: PLR0913
         config = replace(config, checkpoints=0, checkpoint_interval=0)
     if ranks is not None:
         send_setup(ranks, config)
-    kv = _kv_cache(config, pools, device, events, mirrored=ranks is not None)
+    kv = _kv_cache(config, pools, device, events, shared=ranks is not None)
     attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
     batches = Batches(
         kv.table,
         device,
         vocab_size=target.config.vocab_size,
-        spec_steps=config.tree.depth,
+        steps=config.tree.steps,
         sizes=config.graph_sizes,
         coupling=config.coupling,
         estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
         ranks=ranks,
     )
-    largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
+    largest = FixedBudget(config.tree.model_steps, config.tree.nodes)
     drafting = TreeDrafting(drafter, batches, largest)
     if draft is not None:
         drafting.first_drafts = FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
-    captured = max(config.graph_sizes, default=0) * config.tree.num_draft_tokens
+    captured = max(config.graph_sizes, default=0) * config.tree.nodes
     verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states)
     worker = Worker(verifier, drafting, batches, config.acceptance)
     if config.graph_sizes:
@@ -118,7 +118,7 @@ def assemble(  # noqa: PLR0913
     if config.adaptive:
         _adapt(worker, largest, config)
     worker.overlaps = graphs.captures
-    drafting.extends_ahead = drafter.extends_ahead and config.tree.depth < config.tree.num_lookahead_slots
+    drafting.extends_ahead = drafter.extends_ahead and config.tree.steps < config.tree.num_lookahead_slots
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     grammars = _grammars(tokenizer, target.config, mask_budget)
     return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)
@@ -134,11 +134,11 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
         "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
         time.perf_counter() - began,
         1e3 * costs.verify.at(1.0),
-        1e3 * costs.verify.at(float(largest.num_draft_tokens)),
-        largest.num_draft_tokens,
+        1e3 * costs.verify.at(float(largest.nodes)),
+        largest.nodes,
     )
     shapes = () if worker.verifier.attention.ragged_trees else tree.shapes
-    drafter, rows, size = drafting.drafter, worker.batches.pad_row + 1, (tree.depth, tree.num_draft_tokens)
+    drafter, rows, size = drafting.drafter, worker.batches.pad_row + 1, (tree.steps, tree.nodes)
     budget = AdaptiveBudget(
         rows, size, costs, drafter.forwards, drafter.widest, shapes, first_drafts=drafting.first_drafts
     )
@@ -160,7 +160,7 @@ def _check(draft: DraftModel | None, config: EngineConfig) -> None:
 def _states(target: Target, config: EngineConfig) -> RequestStates | None:
     """The states of the target's recurrent layers; None if it has no such layers."""
     checkpoints = 0 if config.disable_radix_cache else config.checkpoints
-    sizes = (config.max_running_requests, config.tree.num_draft_tokens)
+    sizes = (config.max_running_requests, config.tree.nodes)
     pool = make_states(target.config, *sizes, target.embed.device, checkpoints)
     if config.poison and pool is not None:
         pool.poison()
@@ -172,12 +172,12 @@ def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
 
 
 def _kv_cache(
-    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, mirrored: bool
+    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, shared: bool
 ) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
     width = config.context_length + config.tree.num_lookahead_slots
-    table = PageTable(config.max_running_requests, width, config.page_size, mirrored=mirrored or device.type != "cpu")
+    table = PageTable(config.max_running_requests, width, config.page_size, device, shared=shared)
 
     def poison(pages: list[int]) -> None:
         first = torch.tensor(pages)[:, None] * config.page_size
@@ -218,13 +218,13 @@ def _compile(worker: Worker, config: EngineConfig) -> None:
     drafting, tree = worker.drafting, config.tree
     largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
     shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
-    shapes |= {(steps, tree.num_draft_tokens) for steps in range(1, tree.depth)}  # near a request's end
+    shapes |= {(steps, tree.nodes) for steps in range(1, tree.steps)}  # near a request's end
     lengths: tuple[int, ...] = (2,)
     if not worker.verifier.attention.ragged_trees:
         lengths = (2, config.context_length)  # as in `_capture`
     elif config.adaptive:  # trees of any size, and kernels are compiled for powers of two
-        shapes |= {(tree.depth, 1 << power) for power in range(1, tree.num_draft_tokens.bit_length())}
-        shapes |= {(steps, 2) for steps in range(1, tree.depth)}
+        shapes |= {(tree.steps, 1 << power) for power in range(1, tree.nodes.bit_length())}
+        shapes |= {(steps, 2) for steps in range(1, tree.steps)}
     for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
         drafting.budget = FixedBudget(*shape)
         warm_up(worker, sizes, lengths)
@@ -237,7 +237,7 @@ def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
         num_lookahead_slots=config.tree.num_lookahead_slots,
-        spec_steps=config.tree.depth,
+        steps=config.tree.steps,
         uses_features=uses_features,
         lossy=config.acceptance.lossy,
         checkpoint_interval=config.checkpoint_interval,
@@ -254,7 +254,7 @@ def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: M
         eos_token_ids=target.config.eos_token_ids,
         media_token_ids=target.config.media_token_ids,
         speculative_algorithm=config.algorithm,
-        num_steps=config.tree.depth,
+        num_steps=config.tree.steps,
         resolved=dict(document or {}),
         pid=os.getpid(),
     )

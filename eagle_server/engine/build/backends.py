@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eagle_server.attention.interface import AttentionBackend, LayerSpec
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from eagle_server.engine.build.pools import make_pool
@@ -44,7 +44,7 @@ class Backends:
         """
         assert pool is not None, "the model's attention reads a pool"
         if self._workspace is None:
-            return TorchNativeAttention(pool)
+            return torch_native(pool)
         # Imported here because a CPU does not need them, and their Triton kernels take a second to import.
         from eagle_server.attention.flashinfer.backend import AttentionLimits, FlashInferAttention
         from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention

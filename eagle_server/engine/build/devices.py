@@ -79,7 +79,7 @@ def load_kernels_early(config: Config, device: torch.device, model: ModelConfig)
     except NoCompilerError as error:
         raise ConfigError(str(error)) from error
     model = replace(model, dtype=serving_dtype(config.model.dtype, model.dtype))
-    if model.native and resolve_backend(config, device, model) == "flashinfer":
+    if model.has_family and resolve_backend(config, device, model) == "flashinfer":
         logger.info("FlashInfer's kernels: those that are not prebuilt are compiled, once, which takes minutes")
         warn_of_another_toolkit()
         began = time.perf_counter()
@@ -166,7 +166,7 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
     reads.
     """
     hidden = model.hidden_size * model.dtype.itemsize
-    logits = max(sizes, default=0) * tree.num_draft_tokens * model.vocab_size * 4
+    logits = max(sizes, default=0) * tree.nodes * model.vocab_size * 4
     extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
     per_request = 0
     for steps, nodes in tree.captured_shapes(adaptive=adaptive):

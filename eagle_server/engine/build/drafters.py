@@ -33,7 +33,7 @@ def make_drafter(
     """
     tree = config.tree
     if model is None:
-        return (NgramDrafter(_tries(config)) if tree.ngram_depth else NoDrafter()), []
+        return (NgramDrafter(_tries(config)) if tree.ngram_steps else NoDrafter()), []
     pools = [] if model.kv is None else [make_pool(model.kv, config.kv_slots, backends.device)]
     row = ALGORITHMS[model.algorithm]
     read, rows_each = (target_pool, tree.topk) if row.reads_target_kv else (pools[0] if pools else None, 1)
@@ -48,10 +48,10 @@ def make_drafter(
     )
     name = row.drafter if row.static_drafter is None or not tree.choices else row.static_drafter
     drafter: ModelDrafter[Any] = resolve_name(name)(model, setup)
-    return (MixtureDrafter(drafter, _tries(config), setup) if tree.ngram_depth else drafter), pools
+    return (MixtureDrafter(drafter, _tries(config), setup) if tree.ngram_steps else drafter), pools
 
 
 def _tries(config: EngineConfig) -> NgramTries:
     tree = config.tree
-    shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_depth) if tree.ngram_share_tokens else None
-    return NgramTries(tree.ngram_depth, tree.num_draft_tokens, shared, coupling=config.coupling)
+    shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_steps) if tree.ngram_share_tokens else None
+    return NgramTries(tree.ngram_steps, tree.nodes, shared, coupling=config.coupling)

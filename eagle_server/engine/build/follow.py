@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import torch
-
 from eagle_server.cache.page_table import PageTable
 from eagle_server.engine.build.backends import Backends
 from eagle_server.engine.build.pools import make_pool, make_states
@@ -24,7 +22,7 @@ _BACKENDS: tuple[Backend, ...] = get_args(Backend)
 def send_setup(ranks: RankGroup, config: EngineConfig) -> None:
     """Send the sizes that rank 0 has resolved to all ranks."""
     sizes = (config.context_length, config.max_total_tokens, config.page_size, config.max_running_requests)
-    trees = (config.tree.num_lookahead_slots, config.tree.num_draft_tokens)
+    trees = (config.tree.num_lookahead_slots, config.tree.nodes)
     ranks.send(RankMessage.SETUP, [*sizes, *trees, config.checkpoints, _BACKENDS.index(config.backend)])
 
 
@@ -33,12 +31,12 @@ def assemble_follower(target: Target, ranks: RankGroup, *, flashinfer: Any = Non
     kind, numbers, _ = ranks.receive()
     assert kind == RankMessage.SETUP, "rank 0 sends the sizes first"
     context, tokens, page_size, running, lookahead, nodes, checkpoints, backend = numbers
-    tree = TreeConfig(num_draft_tokens=lookahead)  # all that a follower needs
+    tree = TreeConfig(nodes=lookahead)  # all that a follower needs
     config = EngineConfig(context, tokens, tree, page_size, running, backend=_BACKENDS[backend])
     device = target.embed.device
     pool = make_pool(target.config, config.kv_slots, device)
     attention = Backends(config, device, flashinfer).make(target, pool, (), config.verify_attention)
-    table = PageTable(running, context + lookahead, page_size)
+    table = PageTable(running, context + lookahead, page_size, device)
     states = make_states(target.config, running, nodes, device, checkpoints)
     verifier = Verifier(target, attention, pool, states=None if states is None else RequestStates(states))
-    return Follower(ranks, verifier, torch.from_numpy(table.slots).to(device))
+    return Follower(ranks, verifier, table.tensor)

@@ -73,7 +73,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     }
     share = share_of(replace(target, dtype=dtype), ranks)
     if target.recurrent is not None:
-        parts["states"] = state_bytes(share, config.scheduler.max_running_requests, tree.num_draft_tokens)
+        parts["states"] = state_bytes(share, config.scheduler.max_running_requests, tree.nodes)
     slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target, dtype)
     memory = _memory(config, device)
     left = memory - sum(parts.values())

@@ -19,7 +19,7 @@ from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native.library import available, threads
 from eagle_server.speculation.accept import Acceptance, Lossless
-from eagle_server.speculation.static_tree import TOKEN_TREE, Choices, depth_of, ranks_of, read_choices, truncated
+from eagle_server.speculation.static_tree import TOKEN_TREE, Choices, ranks_of, read_choices, steps_of, truncated
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.speculation.typical import Typical
 
@@ -46,7 +46,7 @@ def resolve(config: Config, target: Target, draft: DraftModel | None) -> EngineC
     adaptive = config.speculates and config.speculative.adapts
     streams = 0 if draft is None else len(draft.aux_boundaries)
     graphs = graph_memory(sizes, tree, target.config, streams=streams, adaptive=adaptive)
-    states = state_bytes(target.config, config.scheduler.max_running_requests, tree.num_draft_tokens)
+    states = state_bytes(target.config, config.scheduler.max_running_requests, tree.nodes)
     slot = sum(map(bytes_per_slot, models))
     saving = checkpoint_plan(config, target.config, slot)
     states += 0 if saving is None else saving.least
@@ -151,21 +151,21 @@ def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> Tree
     section = config.speculative
     tree, choices = dynamic_tree(section, target), _static_choices(section, draft)
     if not choices:
-        if not section.drafts_ngrams and section.num_draft_tokens not in (None, tree.num_draft_tokens):
+        if not section.drafts_ngrams and section.num_draft_tokens not in (None, tree.nodes):
             logger.warning(
                 "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its "
                 "root",
                 section.num_draft_tokens,
-                tree.num_draft_tokens,
-                tree.num_steps,
+                tree.nodes,
+                tree.model_steps,
             )
         return _within_block(tree, section, draft)
     return TreeConfig(
-        num_steps=depth_of(choices),
+        model_steps=steps_of(choices),
         topk=ranks_of(choices),
-        num_draft_tokens=section.num_draft_tokens or len(choices) + 1,  # given only with n-grams
+        nodes=section.num_draft_tokens or len(choices) + 1,  # given only with n-grams
         choices=choices,
-        ngram_depth=tree.ngram_depth,
+        ngram_steps=tree.ngram_steps,
         ngram_share_tokens=tree.ngram_share_tokens,
     )
 
@@ -173,25 +173,25 @@ def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> Tree
 def _within_block(tree: TreeConfig, section: SpeculativeSection, draft: DraftModel | None) -> TreeConfig:
     """The tree, cut to the levels that the draft can draft. More given steps than that are refused."""
     most = None if draft is None else draft.max_steps
-    if most is None or tree.num_steps <= most:
+    if most is None or tree.model_steps <= most:
         return tree
     if section.num_steps is not None:
         raise ConfigError(f"--speculative-num-steps {section.num_steps}: one pass of this draft scores {most} tokens")
-    cut = replace(tree, num_steps=most)
-    if tree.ngram_depth:
+    cut = replace(tree, model_steps=most)
+    if tree.ngram_steps:
         return cut
-    nodes = most + 1 if tree.topk == 1 else min(tree.num_draft_tokens, tree.topk + (most - 1) * tree.topk**2 + 1)
-    return replace(cut, num_draft_tokens=nodes)
+    nodes = most + 1 if tree.topk == 1 else min(tree.nodes, tree.topk + (most - 1) * tree.topk**2 + 1)
+    return replace(cut, nodes=nodes)
 
 
 def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig:
     """The tree of --speculative-num-steps, --topk and --speculative-num-draft-tokens, or the architecture's own."""
     options = section.tree_options(target.architecture)
     return TreeConfig(
-        num_steps=options.num_steps,
+        model_steps=options.num_steps,
         topk=options.eagle_topk,
-        num_draft_tokens=options.num_draft_tokens,
-        ngram_depth=options.ngram_depth,
+        nodes=options.num_draft_tokens,
+        ngram_steps=options.ngram_depth,
         ngram_share_tokens=section.shared_tokens,
     )
 
@@ -221,9 +221,9 @@ def _own_choices(section: SpeculativeSection, draft: DraftModel) -> Choices:
     choices = read_choices(option_text, row.tree_flag)
     if option_text is None:
         return truncated(choices, draft.max_steps)
-    if depth_of(choices) > draft.max_steps:
-        depth = depth_of(choices)
-        raise ConfigError(f"{row.tree_flag}: a tree of depth {depth} needs as many heads, found {draft.max_steps}")
+    if steps_of(choices) > draft.max_steps:
+        steps = steps_of(choices)
+        raise ConfigError(f"{row.tree_flag}: a tree of depth {steps} needs as many heads, found {draft.max_steps}")
     return choices
 
 
@@ -255,7 +255,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
         dtype=str(target.config.dtype).removeprefix("torch."),
         context_length=resolved.context_length,
         architecture=target.config.architecture,
-        implementation="eagle_server" if target.config.native else "transformers",
+        implementation="eagle_server" if target.config.has_family else "transformers",
     )
     values["device"].update(
         device=str(target.embed.device),
@@ -268,10 +268,10 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
     speculative.update(algorithm=resolved.algorithm)
     if config.speculates:
         speculative.update(
-            num_steps=tree.num_steps,
+            num_steps=tree.model_steps,
             eagle_topk=tree.topk,
-            num_draft_tokens=tree.num_draft_tokens,
-            ngram_depth=tree.ngram_depth,
+            num_draft_tokens=tree.nodes,
+            ngram_depth=tree.ngram_steps,
             coupling="on" if resolved.coupling else "off",
         )
     if tree.choices:

@@ -74,43 +74,43 @@ class LLGuidanceMatcher:
         self._slow_until, self._penalty = prompt_length, _FIRST_PENALTY  # a length of the text, and tokens
         self._running: Future[None] | None = None
 
-    def is_ready(self, text: Sequence[int]) -> bool:
+    def is_ready(self, tokens: Sequence[int]) -> bool:
         """See `plan.GrammarMatcher`."""
         if self._running is not None and self._running.done():
             if error := self._running.exception():
                 logger.error("a token mask failed", exc_info=error)
                 self._fail("grammar: which token may follow cannot be found")
             self._running = None
-        if self._running is None and not self._is_known(text):
-            if self._has_drafted and len(text) > self._slow_until:
-                self._compute_root(text)  # drafting needs it now, and the matcher may have to be made anew
-            if not self._is_known(text) and (self._matcher is None or len(text) <= self._slow_until):
-                self._running = self._submit(lambda: self._compute_root(text))
+        if self._running is None and not self._is_known(tokens):
+            if self._has_drafted and len(tokens) > self._slow_until:
+                self._compute_root(tokens)  # drafting needs it now, and the matcher may have to be made anew
+            if not self._is_known(tokens) and (self._matcher is None or len(tokens) <= self._slow_until):
+                self._running = self._submit(lambda: self._compute_root(tokens))
         return self._running is None
 
-    def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
+    def mask(self, tokens: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
         """See `plan.GrammarMatcher`."""
-        while not self._is_known(text):
-            self._compute_root(text)
+        while not self._is_known(tokens):
+            self._compute_root(tokens)
         if path not in self._masks:
-            self._masks[path] = self._compute(text, path)
+            self._masks[path] = self._compute(tokens, path)
         return self._masks[path]
 
-    def _is_known(self, text: Sequence[int]) -> bool:
-        return self.failure is not None or (self._length == len(text) and () in self._masks)
+    def _is_known(self, tokens: Sequence[int]) -> bool:
+        return self.failure is not None or (self._length == len(tokens) and () in self._masks)
 
-    def _compute_root(self, text: Sequence[int]) -> None:
+    def _compute_root(self, tokens: Sequence[int]) -> None:
         """Consume the output tokens since the last call, and find the mask after them.
 
         There is no result if the matcher fails and drafted tokens may be the reason: the next call makes a new one.
         """
         started = time.thread_time()
         self._masks.clear()
-        root, is_slow = self._advance(text)
+        root, is_slow = self._advance(tokens)
         self._spent = time.thread_time() - started
         # The first mask does not count: it includes the matcher's compilation.
-        if self._spent > self._budget.slow and self._start < len(text):
-            self._slow_until, self._penalty = len(text) + self._penalty, 2 * self._penalty
+        if self._spent > self._budget.slow and self._start < len(tokens):
+            self._slow_until, self._penalty = len(tokens) + self._penalty, 2 * self._penalty
         if root is None and self._has_drafted:
             self._drop()
         elif root is None:
@@ -122,7 +122,7 @@ class LLGuidanceMatcher:
         else:
             self._masks[()] = root
 
-    def _advance(self, text: Sequence[int]) -> tuple[NDArray[np.int32] | None, bool]:
+    def _advance(self, tokens: Sequence[int]) -> tuple[NDArray[np.int32] | None, bool]:
         """The mask after the text, and whether a mask took too long. None: a limit is reached, or text is not allowed.
 
         A matcher without drafted tokens computes a mask after each token, as in plain decoding. So both fail at the
@@ -133,15 +133,15 @@ class LLGuidanceMatcher:
             self._matcher, self._length = self._make(), self._start
             root = self._bits()
         self._move_to(())
-        while self._length < len(text) and not self._matcher.is_error():
-            started, end = time.thread_time(), len(text) if self._has_drafted else self._length + 1
-            for token in text[self._length : end]:
+        while self._length < len(tokens) and not self._matcher.is_error():
+            started, end = time.thread_time(), len(tokens) if self._has_drafted else self._length + 1
+            for token in tokens[self._length : end]:
                 if token not in self._ends:
                     self._matcher.consume_token(token)
             root = self._bits()
             is_slow = is_slow or time.thread_time() - started > self._budget.longest * (end - self._length)
             self._length = end
-        self._length = len(text)
+        self._length = len(tokens)
         return root, is_slow
 
     def _drop(self) -> None:
@@ -153,10 +153,10 @@ class LLGuidanceMatcher:
         self.failure = self.failure or reason
         self._masks[()] = np.zeros(self.words, dtype=np.int32)
 
-    def _compute(self, text: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
-        if self._spent > self._budget.allowance or len(text) < self._slow_until or path[-1] in self._ends:
+    def _compute(self, tokens: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
+        if self._spent > self._budget.allowance or len(tokens) < self._slow_until or path[-1] in self._ends:
             return None
-        parent = self.mask(text, path[:-1])
+        parent = self.mask(tokens, path[:-1])
         if parent is None or not allows(parent, path[-1]) or self._matcher is None:
             return None
         started = time.thread_time()

@@ -66,7 +66,7 @@ def load_target(  # noqa: PLR0913
     quantization_cache: Path | None = None,
     ranks: RankGroup | None = None,
 ) -> Target:
-    """Load the target of a checkpoint directory or Hub id, frozen. transformers runs families that are not native.
+    """Load the target of a checkpoint directory or Hub id, frozen. transformers runs families that are none of ours.
 
     The `config` of the result has the served dtype, and the end-of-sequence ids of both config.json and
     generation_config.json.
@@ -88,7 +88,7 @@ def load_target(  # noqa: PLR0913
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
     stored: Weights = {}
-    if config.native:
+    if config.has_family:
         found = with_dequantized(open_weights(directory), read_config(directory), str(directory / "config.json"))
         own = separate_gates(_without_unused(without_drafts(found, config.num_layers), config))
         config, stored = _as_stored(config, own, directory)
@@ -101,7 +101,7 @@ def load_target(  # noqa: PLR0913
         config, stored = _share(config, stored, directory, ranks, cached=cached)
     if quantization is not None:
         _check_quantizable(directory, config, quantization, torch.device(device), cached=cached)
-    if not config.native:
+    if not config.has_family:
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
         return load_transformers(
@@ -153,8 +153,8 @@ def _share(
             f"{directory}: --tp-size {ranks.size}: the recurrent layers of {config.architecture} are not split over "
             "ranks yet; drop it"
         )
-    if not config.native or cached:
-        reason = "--quantization-cache keeps whole weights" if config.native else "it runs by transformers' code"
+    if not config.has_family or cached:
+        reason = "--quantization-cache keeps whole weights" if config.has_family else "it runs by transformers' code"
         raise CheckpointError(f"{directory}: --tp-size {ranks.size}: not supported, as {reason}")
     share = split_over(config, ranks)
     assert share.split is not None
@@ -182,7 +182,7 @@ def _check_sizes(config: ModelConfig, stored: Weights, directory: Path) -> None:
 
 def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int) -> ModelConfig:
     """`config` in the served dtype and context, with the end-of-sequence ids of both files."""
-    if config.native and config.rope.kind == "dynamic" and context > config.max_position:
+    if config.has_family and config.rope.kind == "dynamic" and context > config.max_position:
         log.warning(
             "%s: dynamic RoPE: every text has the base for %d tokens; without --context-length it is that for %d",
             *(directory, context, config.max_position),
@@ -232,7 +232,7 @@ def _check_quantizable(
     if config.moe is not None and (quantization == "fp8" or not available(device, config.dtype)):
         reason = "has experts, which only the native kernels for CPUs compute in 8 and 4 bits"
         raise CheckpointError(f"{asked}: {config.architecture} {reason} (int8, int4); drop it")
-    if not config.native and cached:
+    if not config.has_family and cached:
         raise CheckpointError(f"{asked}: --quantization-cache: transformers' code runs {config.architecture}; drop it")
     if (unable := why_not_computed(quantization, device, config.dtype)) is not None:
         raise CheckpointError(f"{asked}: {unable}")
@@ -240,7 +240,7 @@ def _check_quantizable(
         raise CheckpointError(f"{asked}: --quantization-cache is for native kernels (--cpu-kernels native); drop it")
 
 
-def load_native_target(
+def load_family_target(
     path: str | Path,
     *,
     dtype: DtypeName = "auto",
@@ -249,10 +249,10 @@ def load_native_target(
     progress: bool = True,
     pack: bool = True,
 ) -> TargetModel:
-    """`load_target` for native families only, to train heads or to rebuild the model.
+    """`load_target` for our families only, to train heads or to rebuild the model.
 
     Raises:
-        CheckpointError: as `load_target`, or the family is not native.
+        CheckpointError: as `load_target`, or the family is none of ours.
     """
     model = load_target(path, dtype=dtype, context=context, device=device, progress=progress, pack=pack)
     if not isinstance(model, TargetModel):

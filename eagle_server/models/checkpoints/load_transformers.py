@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.pool import KVPool
 from eagle_server.models.checkpoints.quantized import Rounded, with_dequantized, without_added_biases
 from eagle_server.models.checkpoints.transformers_config import TESTED, check_rope, read_theirs, window_of
@@ -259,7 +259,7 @@ def _paged_logits(target: TransformersTarget, prompts: Sequence[Tensor]) -> list
     width = max(_LENGTHS)
     pool = KVPool(config.pool_layers, len(prompts) * width + 1, config.dtype, device)
     table = 1 + torch.arange(len(prompts) * width, device=device, dtype=torch.int32).view(-1, width).flip(0)
-    attention, parts = TorchNativeAttention(pool), list[list[Tensor]]()
+    attention, parts = torch_native(pool), list[list[Tensor]]()
     for start, stop in (((0, 0), _CUT), (_CUT, _LENGTHS)):
         spans = [torch.arange(a, b, device=device) for a, b in zip(start, stop, strict=True)]
         counts = tuple(len(span) for span in spans)

@@ -53,7 +53,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types that change the rotati
 
 
 def transformers_config(directory: Path) -> ModelConfig:
-    """The config of an architecture that is not native, from transformers' reading of its config.json.
+    """The config of an architecture without a family here, from transformers' reading of its config.json.
 
     Raises:
         CheckpointError: transformers needs foreign code for it, or it cannot be served.
@@ -100,7 +100,7 @@ def _config(config: Any, raw: Mapping[str, Any], architecture: str) -> ModelConf
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "config.json"),
         bos_token_id=getattr(config, "bos_token_id", None),
-        native=False,
+        has_family=False,
         media_token_ids=tuple(raw[MEDIA]) if MEDIA in raw else None,
     )
 
@@ -140,7 +140,7 @@ def read_theirs(directory: Path) -> Any:
         CheckpointError: transformers cannot read it.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig  # seconds of import that native targets never need
+    from transformers import AutoConfig  # seconds of import that targets of a family never need
 
     raw = read_config(directory)
     try:

@@ -86,7 +86,7 @@ class BlockAttention:
     bidirectional: Callable[[], BoundAttention] | None
     rows: int  # of a block
 
-    def of(self, *, causal: bool) -> BoundAttention:
+    def bind(self, *, causal: bool) -> BoundAttention:
         bind = self.causal if causal else self.bidirectional
         assert bind is not None, "the head has layers of this kind"
         return bind()
@@ -190,7 +190,7 @@ class BlockHead(DraftModel):
     def _through_layers(self, x: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
         """x [rows, H] -> norm(the last residual stream)."""
         stretches = list(self._stretches())
-        bounds = [attention.of(causal=causal) for causal, _ in stretches] if self._native else []
+        bounds = [attention.bind(causal=causal) for causal, _ in stretches] if self._native else []
         if bounds and all(bound.native_rows is not None for bound in bounds):
             normed = x
             for bound, native in zip(bounds, self._native, strict=True):
@@ -201,7 +201,7 @@ class BlockHead(DraftModel):
         rope = self.rope(positions, x.dtype)
         residual: Tensor | None = None
         for causal, layers in stretches:
-            bound = attention.of(causal=causal)
+            bound = attention.bind(causal=causal)
             for layer in layers:
                 x, residual = layer(x, residual, rope, bound)
         assert residual is not None
@@ -214,7 +214,7 @@ class BlockHead(DraftModel):
         bound, bound_causal = None, None
         for causal, layer, attention_conv, mlp_conv in kinds:
             if causal != bound_causal:
-                bound, bound_causal = attention.of(causal=causal), causal
+                bound, bound_causal = attention.bind(causal=causal), causal
             normed = layer.input_norm(x)  # type: ignore[operator]
             before, after = attention_conv.kernels(normed)  # type: ignore[operator]
             mixed = layer.attention(convolved(before, normed, rows), rope, bound)  # type: ignore[operator]

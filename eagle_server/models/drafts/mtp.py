@@ -1,4 +1,4 @@
-"""The multi-token prediction layers (NextN) in the checkpoint of a target of any native family.
+"""The multi-token prediction layers (NextN) in the checkpoint of a target of any family.
 
     x_k = eh_proj(cat(enorm(e(t+1)), hnorm(s_k)))    layer k = 0 .. n - 1 at position t; one more layer of the family
     z_k = shared_head.norm(layer(x_k));  logits = shared_head.head(z_k)

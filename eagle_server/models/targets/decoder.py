@@ -1,4 +1,4 @@
-"""The decoder of every native family: an embedding, the family's layers over paged KV, a norm and the lm_head."""
+"""The decoder of every family: an embedding, the family's layers over paged KV, a norm and the lm_head."""
 
 from __future__ import annotations
 

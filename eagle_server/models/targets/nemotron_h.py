@@ -67,7 +67,7 @@ class UngatedExperts(nn.Module):
             return native(x) + shared
         chosen, weights = self.router(x)
         inputs = x if self.narrow is None else self.narrow(x)
-        mixed = (self.experts if native is None else native.of)(inputs, chosen, weights)
+        mixed = (self.experts if native is None else native.compute_given)(inputs, chosen, weights)
         return shared + (mixed if self.widen is None else self.widen(mixed))
 
     def _native_experts(self) -> NativeExperts | None:

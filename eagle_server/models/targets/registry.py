@@ -1,4 +1,4 @@
-"""All native target families. To add one: write its file in targets/ and list it in `FAMILIES`."""
+"""All target families. To add one: write its file in targets/ and list it in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _VARIANTS = ("Llama", "Mistral", "Qwen", "Eagle")
 
 
 def find_family(raw: Mapping[str, Any]) -> TargetFamily | None:
-    """The family that a config.json names, by `architectures` or else by `model_type`; None if it is not native."""
+    """The family that a config.json names, by `architectures` or else by `model_type`; None if it is none of ours."""
     architectures = raw.get("architectures") or []
     for name in architectures:
         if name in _BY_ARCHITECTURE:
@@ -57,10 +57,10 @@ def find_family(raw: Mapping[str, Any]) -> TargetFamily | None:
 
 
 def read_target_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """The sizes and flags of a native decoder from its parsed config.json. Error messages name `source`.
+    """The sizes and flags of a family's decoder from its parsed config.json. Error messages name `source`.
 
     Raises:
-        CheckpointError: the family is not native, or a key is absent or has a value that is not supported.
+        CheckpointError: the family is none of ours, or a key is absent or has a value that is not supported.
     """
     family = find_family(raw)
     if family is None:
@@ -89,7 +89,7 @@ def _checked_rope(config: ModelConfig, source: str) -> ModelConfig:
 
 
 def mtp_traits(architecture: str) -> MtpTraits:
-    """The MTP layers of a native family."""
+    """The MTP layers of a family."""
     return _BY_ARCHITECTURE[architecture].mtp
 
 

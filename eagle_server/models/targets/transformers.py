@@ -1,4 +1,4 @@
-"""The fallback for architectures without a native family: transformers' code runs the model on our paged attention.
+"""The fallback for architectures without a family here: transformers' code runs the model on our paged attention.
 
 transformers calls a registered function for attention. Ours reads two attributes of the attention module: `spec`, the
 layer's parameters, and `link`, the attention of the current forward. Its linear layers become ours, and on CPUs its
@@ -156,7 +156,7 @@ class _GivenExperts(nn.Module):
             gate_up, down = self.gate_up.native, self.down.native
             assert gate_up is not None and down is not None, "the experts are packed"
             self._native = NativeExperts(None, gate_up, down, activation=self.activation)
-        return self._native.of(hidden_states, top_k_index, top_k_weights)
+        return self._native.compute_given(hidden_states, top_k_index, top_k_weights)
 
 
 class TransformersTarget(nn.Module):

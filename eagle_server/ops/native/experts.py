@@ -61,7 +61,7 @@ class NativeExperts:
         functions().eagle_experts(session(), byref(self.struct), *places)
         return out.to(x.dtype)
 
-    def of(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def compute_given(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The same for given experts, int64 [rows, k], and weights [rows, k].
 
         Raises:

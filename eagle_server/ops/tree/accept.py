@@ -18,9 +18,9 @@ _COLUMNS = 32  # columns of the D x D mask that are read at a time
 class Walk(NamedTuple):
     """The path that is walked in each tree."""
 
-    path: Tensor  # int64 [bs, spec_steps + 1], node numbers, -1 after the end of the path
+    path: Tensor  # int64 [bs, steps + 1], node numbers, -1 after the end of the path
     accept_length: Tensor  # int64 [bs], the number of nodes on the path without the root
-    tokens: Tensor  # int64 [bs, spec_steps + 1], what was drawn at the nodes of the path, -1 after its end
+    tokens: Tensor  # int64 [bs, steps + 1], what was drawn at the nodes of the path, -1 after its end
     drafted: Tensor  # int64 [bs], the number of nodes without root and padding
     finite: Tensor  # bool [bs], whether all scores on the path are finite
 
@@ -32,7 +32,7 @@ def walk_tree(
     mask: Tensor,
     drawn: Tensor,
     scores: Tensor,
-    spec_steps: int,
+    steps: int,
 ) -> Walk:
     """The longest path from the root on which every node's token equals its parent's draw. Ties go to the first node.
 
@@ -43,14 +43,14 @@ def walk_tree(
         scores: float32 [bs, D], the scores of these tokens.
 
     Raises:
-        ValueError: a depth is above `spec_steps`, or a parent is no node. Only the native kernel checks it.
+        ValueError: a depth is above `steps`, or a parent is no node. Only the native kernel checks it.
 
     Returns:
         See `Walk`. Rejected nodes do not count for `finite`: a request must not fail where plain decoding would
         succeed.
     """
     walk = _launch_walk if on_gpu(drawn) else _walk_native if available(drawn.device, torch.float32) else _walk_torch
-    return walk(draft_token, parents, depths, mask, drawn, scores, spec_steps)
+    return walk(draft_token, parents, depths, mask, drawn, scores, steps)
 
 
 def _walk_native(
@@ -60,18 +60,16 @@ def _walk_native(
     mask: Tensor,
     drawn: Tensor,
     scores: Tensor,
-    spec_steps: int,
+    steps: int,
 ) -> Walk:
     rows = (draft_token, parents, depths, mask, drawn, scores.isfinite())
     given = [tensor.contiguous() for tensor in rows]
     bs, size = drawn.shape
-    path, tokens = depths.new_empty(bs, spec_steps + 1), depths.new_empty(bs, spec_steps + 1)
+    path, tokens = depths.new_empty(bs, steps + 1), depths.new_empty(bs, steps + 1)
     accept_length, finite = depths.new_empty(bs), mask.new_empty(bs)
-    trees = TreeStruct(*map(pointer, given), size, spec_steps)
+    trees = TreeStruct(*map(pointer, given), size, steps)
     if functions().eagle_walk_trees(byref(trees), bs, *map(pointer, (path, accept_length, tokens, finite))):
-        raise ValueError(
-            f"a tree has a node deeper than {spec_steps} steps, or a parent that is none of its {size} nodes"
-        )
+        raise ValueError(f"a tree has a node deeper than {steps} steps, or a parent that is none of its {size} nodes")
     return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
 
 
@@ -82,14 +80,14 @@ def _walk_torch(
     mask: Tensor,
     drawn: Tensor,
     scores: Tensor,
-    spec_steps: int,
+    steps: int,
 ) -> Walk:
     # A node is reached if it and all its ancestors equal their parents' draws.
     agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
     broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
     reached_depth = depths.masked_fill(broken, -1)
     accept_length, last = reached_depth.max(dim=1)
-    path, on_path = path_to(last, depths, mask, spec_steps)
+    path, on_path = path_to(last, depths, mask, steps)
     tokens = torch.where(path < 0, -1, drawn.gather(1, path.clamp(min=0)))
     finite = (scores.isfinite() | ~on_path).all(dim=1)
     return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
@@ -99,17 +97,17 @@ def _drafted(draft_token: Tensor) -> Tensor:
     return (draft_token >= 0).sum(1) - 1
 
 
-def path_to(last: Tensor, depths: Tensor, mask: Tensor, spec_steps: int) -> tuple[Tensor, Tensor]:
+def path_to(last: Tensor, depths: Tensor, mask: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """The path from the root to node `last` [bs] of each tree, as node numbers and as a mask over all nodes.
 
-    depths int64 [bs, D], mask bool [bs, D, D] and path int64 [bs, spec_steps + 1] are as in `walk_tree`; the mask over
+    depths int64 [bs, D], mask bool [bs, D, D] and path int64 [bs, steps + 1] are as in `walk_tree`; the mask over
     the nodes is bool [bs, D].
     """
     bs, size = depths.shape
     on_path = mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # ancestors and self
-    column = torch.where(on_path, depths, spec_steps + 1)  # all other nodes go to a spare column
+    column = torch.where(on_path, depths, steps + 1)  # all other nodes go to a spare column
     nodes = torch.arange(size, device=depths.device).expand(bs, -1)
-    path = depths.new_full((bs, spec_steps + 2), -1).scatter(1, column, nodes)
+    path = depths.new_full((bs, steps + 2), -1).scatter(1, column, nodes)
     return path[:, :-1], on_path
 
 
@@ -120,10 +118,10 @@ def _launch_walk(
     mask: Tensor,
     drawn: Tensor,
     scores: Tensor,
-    spec_steps: int,
+    steps: int,
 ) -> Walk:
     bs, size = parents.shape
-    path = torch.empty(bs, spec_steps + 1, dtype=torch.int64, device=drawn.device)
+    path = torch.empty(bs, steps + 1, dtype=torch.int64, device=drawn.device)
     lengths = torch.empty(2, bs, dtype=torch.int64, device=drawn.device)
     finite = torch.empty(bs, dtype=torch.bool, device=drawn.device)
     walk = Walk(path, lengths[0], torch.empty_like(path), lengths[1], finite)
@@ -138,10 +136,10 @@ def _launch_walk(
         *walk[:4],
         finite.view(torch.uint8),
         size,
-        spec_steps + 1,
+        steps + 1,
         NODES=nodes,
         COLUMNS=min(_COLUMNS, nodes),
-        WIDTH=power_of_two(spec_steps + 1),
+        WIDTH=power_of_two(steps + 1),
     )
     return walk
 

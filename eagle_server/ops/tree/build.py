@@ -11,14 +11,14 @@ from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, t
 _ROWS = 16  # nodes per program; each is compared with all D nodes
 
 
-def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Link each request's selected tokens into a tree of D = n + 1 nodes. Node 0 is the root.
 
     Args:
         selected_index: int64 [bs, n], numbers of candidates, ascending and closed under ancestors.
         parent_list: int64 [bs, P]. Pool entries come in groups of `topk` siblings; this is the pool index of each
             group's parent, -1 for the root.
-        spec_steps: the largest depth of a node.
+        steps: the largest depth of a node.
 
     Raises:
         ValueError: a candidate is outside the pool, or not behind its parent. Only the native kernel checks it.
@@ -27,16 +27,16 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps
         parents int64 [bs, D] (-1 at the root), depths int64 [bs, D], mask bool [bs, D, D] (True: ancestor or self).
     """
     if on_gpu(selected_index) and selected_index.shape[1]:
-        return _launch_link(selected_index, parent_list, topk, spec_steps)
+        return _launch_link(selected_index, parent_list, topk, steps)
     if available(selected_index.device, torch.float32):
         return _link_native(selected_index, parent_list, topk)
-    return _link_torch(selected_index, parent_list, topk, spec_steps)
+    return _link_torch(selected_index, parent_list, topk, steps)
 
 
-def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees whose depth is at most `depth`.
+def ancestors(parents: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees whose depth is at most `steps`.
 
-    The reflexive closure (I + P)^depth of the parent matrix P, by repeated squaring.
+    The reflexive closure (I + P)^steps of the parent matrix P, by repeated squaring.
     """
     bs, size = parents.shape
     eye = torch.eye(size, device=parents.device)
@@ -44,16 +44,14 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     if size > 1:
         reach[:, 1:].scatter_(2, parents[:, 1:, None], 1.0)
     hops = 1
-    while hops < depth:
+    while hops < steps:
         reach = (reach @ reach).clamp_(max=1.0)
         hops *= 2
     mask = reach > 0
     return mask, mask.sum(-1) - 1
 
 
-def _link_torch(
-    selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _link_torch(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     bs, drafted = selected_index.shape
     parents = torch.full((bs, drafted + 1), -1, dtype=torch.int64, device=selected_index.device)
     if drafted:
@@ -62,7 +60,7 @@ def _link_torch(
         # The selection is ascending, so a binary search finds the parent's place in it. Node = place + 1.
         place = torch.searchsorted(selected_index, parent_pool) + 1
         parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
-    mask, depths = ancestors(parents, spec_steps)
+    mask, depths = ancestors(parents, steps)
     return parents, depths, mask
 
 
@@ -77,9 +75,7 @@ def _link_native(selected_index: Tensor, parent_list: Tensor, topk: int) -> tupl
     return parents, depths, mask
 
 
-def _launch_link(
-    selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_link(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     bs, drafted = selected_index.shape
     size = drafted + 1
     parents = torch.empty(bs, size, dtype=torch.int64, device=selected_index.device)
@@ -94,7 +90,7 @@ def _launch_link(
         drafted,
         parent_list.shape[1],
         topk,
-        spec_steps,
+        steps,
         HALVINGS=drafted.bit_length(),
         ROWS=_ROWS,
         NODES=power_of_two(size),
@@ -102,7 +98,7 @@ def _launch_link(
     return parents, depths, mask
 
 
-@jit(varying=("selected_index", "parent_list", "drafted", "groups", "spec_steps"))
+@jit(varying=("selected_index", "parent_list", "drafted", "groups", "steps"))
 def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     selected_index,
     parent_list,
@@ -112,7 +108,7 @@ def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     drafted,
     groups,
     topk,
-    spec_steps,
+    steps,
     HALVINGS: tl.constexpr,
     ROWS: tl.constexpr,
     NODES: tl.constexpr,
@@ -129,7 +125,7 @@ def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     hit = column[None, :] == row[:, None]
     parent = tl.full([ROWS], -1, tl.int64)
     depth = tl.zeros([ROWS], tl.int64)
-    for step in range(spec_steps):
+    for step in range(steps):
         climbing = index >= 0
         index = tl.load(above + index // topk, mask=climbing, other=-1)
         node = tl.where(index < 0, 0, _place(selected, index, drafted, HALVINGS) + 1)

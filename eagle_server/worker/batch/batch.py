@@ -29,9 +29,9 @@ from eagle_server.worker.batch.draft_ranking import (
     SamplingParameters,
 )
 from eagle_server.worker.batch.penalizer_state import PenalizerStates
-from eagle_server.worker.batch.req_to_token import ReqToToken
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.rank_messages import send_changes
 
 Piece = tuple[int, int, Sequence[int]]  # of prompt: req_pool_index, first position, tokens
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
@@ -56,8 +56,8 @@ class DecodeBatch:
     sampling: SamplingBatch
     req_to_token: Tensor  # int32 [max requests, width]
     ranking: DraftRanking = BY_PROBABILITY  # of the children of the roots
-    num_steps: int = 0  # levels that a draft model drafts in this cycle
-    num_draft_tokens: int = 1  # the most nodes of a tree, root included
+    steps: int = 0  # levels that a draft model drafts in this cycle
+    nodes: int = 1  # the most nodes of a tree, root included
     topk: int = 0  # nodes that each draft step feeds; 0: as many as the flags say
     least_logp: float = -math.inf  # a drafter may leave out nodes whose score is lower
 
@@ -144,7 +144,7 @@ def prompt_batch(
 class Batches:
     """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
 
-    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
+    `steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
     graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well. `estimates`:
     they learn from what was accepted.
     """
@@ -155,7 +155,7 @@ class Batches:
         device: torch.device,
         *,
         vocab_size: int,
-        spec_steps: int = 0,
+        steps: int = 0,
         sizes: Sequence[int] = (),
         coupling: bool = True,
         estimates: AcceptanceEstimates | None = None,
@@ -163,12 +163,12 @@ class Batches:
     ) -> None:
         self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
         self.estimates = estimates
-        self.req_to_token = ReqToToken(table, device, ranks)
+        self.table, self.ranks = table, ranks
         self.accepted_tokens = AcceptedTokens(
-            table.pad_row + 1, spec_steps + 1, device, lazy=device.type == "cpu" and not sizes
+            table.pad_row + 1, steps + 1, device, lazy=device.type == "cpu" and not sizes
         )
-        self.spec_steps = spec_steps
-        self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, spec_steps)
+        self.steps = steps
+        self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, steps)
         self.pad_row = table.pad_row
         nothing = ((), SamplingBatch.of((), device))
         self._sampling: dict[bool, tuple[tuple[RequestSampling, ...], SamplingBatch]] = {True: nothing, False: nothing}
@@ -178,7 +178,9 @@ class Batches:
         for req_pool_index in plan.released:
             self.accepted_tokens.forget(req_pool_index)
             self.penalizers.forget(req_pool_index)
-        self.req_to_token.refresh()
+        changes = self.table.refresh()
+        if changes is not None and self.ranks is not None:
+            send_changes(self.ranks, changes)
 
     def can_draft(self, decodes: Sequence[Decode]) -> list[bool]:
         """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
@@ -186,15 +188,15 @@ class Batches:
 
     def drafting(self, batch: DecodeBatch, budget: CycleBudget, *, cut: bool = False) -> DecodeBatch | None:
         """The requests of the batch that draft in this cycle; None: there are none. `cut`: see `least_logp`."""
-        if not budget.drafting or budget.num_draft_tokens == 1:
+        if not budget.drafting or budget.nodes == 1:
             return None
         if len(budget.drafting) < len(batch.decodes):
             batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
         return replace(
             batch,
             ranking=self._ranking(batch),
-            num_steps=budget.num_steps,
-            num_draft_tokens=budget.num_draft_tokens,
+            steps=budget.steps,
+            nodes=budget.nodes,
             topk=budget.topk,
             least_logp=budget.least_logp if cut else -math.inf,
         )
@@ -206,7 +208,7 @@ class Batches:
             kept = self.accepted_tokens.backlog(decode.req_pool_index)
             if kept is not None:
                 start, rows = kept
-                pieces.append((decode.req_pool_index, start, decode.text[start + 1 : start + 1 + len(rows)]))
+                pieces.append((decode.req_pool_index, start, decode.all_tokens[start + 1 : start + 1 + len(rows)]))
                 features.append(rows)
         if not pieces:
             return None
@@ -219,7 +221,7 @@ class Batches:
 
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""
-        sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device, self.spec_steps)
+        sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device, self.steps)
         return self._with_penalizer_state(sampling, chunks)
 
     def prompts(self, chunks: tuple[Chunk, ...], rows: PromptBatch, features: Tensor | None) -> Prompts:
@@ -258,7 +260,7 @@ class Batches:
             extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
             accepted_tokens=self.accepted_tokens,
             sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
-            req_to_token=self.req_to_token.tensor,
+            req_to_token=self.table.tensor,
         )
 
     def _ranking(self, batch: DecodeBatch) -> DraftRanking:
@@ -284,14 +286,16 @@ class Batches:
         return next((bucket for bucket in self.sizes if bucket >= size), size)
 
     def _prompt(self, pieces: Sequence[Piece]) -> PromptBatch:
-        return prompt_batch(pieces, self.req_to_token.tensor)
+        return prompt_batch(pieces, self.table.tensor)
 
     def _sampling_of(self, decodes: Sequence[Decode], padding: int, *, drafting: bool) -> SamplingBatch:
         """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""
         settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[drafting][0]
         if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
-            self._sampling[drafting] = (settings, SamplingBatch.of(settings, self.device, self.spec_steps))
+            self._sampling[drafting] = (settings, SamplingBatch.of(settings, self.device, self.steps))
         return self._sampling[drafting][1]
 
     def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
-        return replace(sampling, penalizer_state=self.penalizers.of(scheduled)) if sampling.transforms else sampling
+        return (
+            replace(sampling, penalizer_state=self.penalizers.state_of(scheduled)) if sampling.transforms else sampling
+        )

@@ -100,12 +100,12 @@ class DraftRanking:
         assert self.temperature_bin is not None
         return self.estimates.corrected(scores, self.temperature_bin, self.level)
 
-    def advance(self, tokens: Tensor, chosen: Tensor | None = None, fan_out: int = 1) -> DraftRanking:
+    def advance(self, tokens: Tensor, chosen: Tensor | None = None, topk: int = 1) -> DraftRanking:
         """The ranking below the next level, whose tokens are int64 [bs, nodes].
 
-        `chosen` // fan_out, int64 [bs, nodes], are the columns of their parents (None: all have the first one).
+        `chosen` // topk, int64 [bs, nodes], are the columns of their parents (None: all have the first one).
         """
-        grammars = None if self.grammars is None else self.grammars.advance(tokens, chosen, fan_out)
+        grammars = None if self.grammars is None else self.grammars.advance(tokens, chosen, topk)
         return replace(self.deeper(), grammars=grammars)
 
     def deeper(self) -> DraftRanking:
@@ -157,13 +157,13 @@ class GrammarPaths:
             masked[request].masked_fill_(~allowed_by(bits, tokens), _OFF)
         return masked.flatten(0, 1)
 
-    def advance(self, tokens: Tensor, chosen: Tensor | None, fan_out: int) -> GrammarPaths:
+    def advance(self, tokens: Tensor, chosen: Tensor | None, topk: int) -> GrammarPaths:
         """The nodes of the next level; see `DraftRanking.advance`. Waits for the device."""
         token_lists, places = HostCopy(tokens, torch.zeros_like(tokens) if chosen is None else chosen).lists()
         return replace(
             self,
             paths=tuple(
-                tuple((*paths[place // fan_out], token) for token, place in zip(token_lists[n], places[n], strict=True))
+                tuple((*paths[place // topk], token) for token, place in zip(token_lists[n], places[n], strict=True))
                 for n, paths in zip(self.requests, self.paths, strict=True)
             ),
         )
@@ -211,6 +211,6 @@ def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:
     """Bits of int32 [nodes, words]; no bit is set below a node that the grammar refuses."""
     matcher = decode.grammar_matcher
     assert matcher is not None
-    masks = [matcher.mask(decode.text, path) for path in paths]
+    masks = [matcher.mask(decode.all_tokens, path) for path in paths]
     nothing = np.zeros(matcher.words, dtype=np.int32)
     return np.stack([nothing if mask is None else mask for mask in masks])

@@ -20,7 +20,7 @@ from eagle_server.speculation.transforms import PenalizerState
 class _Counted:
     """A request's list of tokens, and how many of them are counted."""
 
-    text: Sequence[int]
+    tokens: Sequence[int]
     length: int
 
 
@@ -32,9 +32,9 @@ class PenalizerStates:
     host, and are compared with the texts in every cycle.
     """
 
-    def __init__(self, requests: int, vocab_size: int, device: torch.device, spec_steps: int = 0) -> None:
-        """`spec_steps`: the depth of the trees whose rows are drawn."""
-        self._shape, self._device, self._spec_steps = (requests, vocab_size), device, spec_steps
+    def __init__(self, requests: int, vocab_size: int, device: torch.device, steps: int = 0) -> None:
+        """`steps`: the depth of the trees whose rows are drawn."""
+        self._shape, self._device, self._steps = (requests, vocab_size), device, steps
         self._counts: tuple[Tensor, Tensor] | None = None  # float32 and bool [requests, vocab], see PenalizerState
         self._counted: dict[int, _Counted] = {}
         self._beginnings: dict[int, tuple[SamplingParams, WordBeginnings]] = {}
@@ -44,7 +44,7 @@ class PenalizerStates:
         self._counted.pop(req_pool_index, None)
         self._beginnings.pop(req_pool_index, None)
 
-    def of(self, scheduled: Sequence[Decode | Chunk]) -> PenalizerState:
+    def state_of(self, scheduled: Sequence[Decode | Chunk]) -> PenalizerState:
         """The state of these requests' texts as they are now. Chunks must be the last of their prompts."""
         penalized = [request for request in scheduled if request.sampling.penalized]
         counts, prompts = self._update(penalized) if penalized else (None, None)
@@ -54,7 +54,7 @@ class PenalizerStates:
         begun = []
         for number, request in enumerate(scheduled):
             if request.sampling.long_words[1].size:
-                rows = self._beginnings_of(request).after(request.text)
+                rows = self._beginnings_of(request).after(request.all_tokens)
                 begun.append(np.column_stack([np.full(len(rows), number), rows]))
         return upload(np.concatenate(begun).T.copy(), self._device) if any(map(len, begun)) else None
 
@@ -63,7 +63,7 @@ class PenalizerStates:
         if kept is None or kept[0] is not params:
             kept = self._beginnings[request.req_pool_index] = (
                 params,
-                WordBeginnings(*request.sampling.long_words, self._spec_steps),
+                WordBeginnings(*request.sampling.long_words, self._steps),
             )
         return kept[1]
 
@@ -84,14 +84,16 @@ class PenalizerStates:
         ]
         one, true = counts.new_ones(()), prompts.new_ones(())
         for place in self._places(
-            (request.req_pool_index, request.text[length:prompt]) for request, length, prompt in both
+            (request.req_pool_index, request.all_tokens[length:prompt]) for request, length, prompt in both
         ):
             prompts.index_put_(place, true)
-        outputs = ((request.req_pool_index, request.text[max(length, prompt) :]) for request, length, prompt in both)
+        outputs = (
+            (request.req_pool_index, request.all_tokens[max(length, prompt) :]) for request, length, prompt in both
+        )
         for place in self._places(outputs):
             counts.index_put_(place, one, accumulate=True)
         self._counted.update(
-            (request.req_pool_index, _Counted(request.text, len(request.text))) for request in scheduled
+            (request.req_pool_index, _Counted(request.all_tokens, len(request.all_tokens))) for request in scheduled
         )
         indices = upload([request.req_pool_index for request in scheduled], self._device)
         return counts.index_select(0, indices), prompts.index_select(0, indices)
@@ -99,11 +101,11 @@ class PenalizerStates:
     def _length_counted(self, request: Decode | Chunk) -> int:
         """How many of its tokens are counted. Another list belongs to another request, whatever it holds."""
         counted = self._counted.get(request.req_pool_index)
-        return 0 if counted is None or counted.text is not request.text else counted.length
+        return 0 if counted is None or counted.tokens is not request.all_tokens else counted.length
 
-    def _places(self, texts: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[Tensor, Tensor]]:
+    def _places(self, lists: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[Tensor, Tensor]]:
         """Rows and tokens, int64 [tokens] each; an empty list if there are no tokens."""
-        pieces = [(index, np.array(tokens, dtype=np.int64)) for index, tokens in texts if tokens]
+        pieces = [(index, np.array(tokens, dtype=np.int64)) for index, tokens in lists if tokens]
         if not pieces:
             return []
         rows = np.concatenate([np.full(len(tokens), index) for index, tokens in pieces])

@@ -56,7 +56,7 @@ class VerifyTokenMask:
         for number, request in self.scheduled:
             assert request.grammar_matcher is not None
             request_tree = _NO_TREE if tokens is None else (tokens[number], parents[number])
-            found, kept = tree_masks(request.grammar_matcher, request.text, *request_tree)
+            found, kept = tree_masks(request.grammar_matcher, request.all_tokens, *request_tree)
             bits.append(found)
             if tokens is not None and kept != tokens[number]:
                 tokens[number], is_cut = kept, True
@@ -67,7 +67,7 @@ class VerifyTokenMask:
 
 
 def tree_masks(
-    matcher: GrammarMatcher, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+    matcher: GrammarMatcher, all_tokens: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
 ) -> tuple[NDArray[np.int32], list[int]]:
     """The tokens allowed after each node of a tree: bits of int32 [nodes, words], see `GrammarMatcher`.
 
@@ -79,7 +79,7 @@ def tree_masks(
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         above = paths[parent] if node else ()
         path = above if above is None or not node else (*above, token)
-        mask = None if path is None else matcher.mask(text, path)
+        mask = None if path is None else matcher.mask(all_tokens, path)
         paths.append(None if mask is None else path)
         if mask is not None:
             masks[node] = mask

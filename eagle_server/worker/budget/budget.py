@@ -33,14 +33,14 @@ _LEAST_LOGP = np.linspace(math.log(0.95), math.log(0.005), 24)  # to choose from
 class CycleBudget:
     """The budget of one cycle.
 
-    drafting: which decodes draft, in order. num_steps: levels of their trees. num_draft_tokens: the most nodes of a
-    tree, root included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose
-    path has a smaller chance (its log) are not verified.
+    drafting: which decodes draft, in order. steps: levels of their trees. nodes: the most nodes of a tree, root
+    included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose path has a
+    smaller chance (its log) are not verified.
     """
 
     drafting: tuple[int, ...]
-    num_steps: int
-    num_draft_tokens: int
+    steps: int
+    nodes: int
     topk: int = 0
     least_logp: float = -math.inf
 
@@ -55,7 +55,7 @@ class Budget(Protocol):
         """The budget of a cycle. `able`: which decodes may draft at all. A lesson has the largest trees."""
         ...
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         """These requests have drafted trees in a lesson, n >= 1 nodes each.
 
         logp [requests, n]: the log chances of the nodes' paths, -inf for padding. parents [requests, n]: node numbers,
@@ -63,7 +63,7 @@ class Budget(Protocol):
         """
         ...
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         """The newest cycle took `seconds`, everything but prompts included, and its requests kept `tokens`."""
         ...
 
@@ -80,18 +80,18 @@ class Budget(Protocol):
 class FixedBudget:
     """Every request drafts its largest tree in every cycle."""
 
-    num_steps: int
-    num_draft_tokens: int
+    steps: int
+    nodes: int
     topk: int = 0
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
         drafting = tuple(i for i, each in enumerate(able) if each)
-        return CycleBudget(drafting, self.num_steps, self.num_draft_tokens, self.topk)
+        return CycleBudget(drafting, self.steps, self.nodes, self.topk)
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         return None
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         return None
 
     def forget(self, req_pool_index: int) -> None:
@@ -109,8 +109,8 @@ class _Choice:
     lessons: int = 0  # how many had been learned
     plain: float = 0.0  # expected tokens per second without drafts
     rate: float = 0.0  # and with the best trees
-    num_steps: int = 0
-    num_draft_tokens: int = 1
+    steps: int = 0
+    nodes: int = 1
     topk: int = 0
     least_logp: float = 0.0
 
@@ -155,11 +155,11 @@ class _Speed:
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
-    `forwards(num_steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend,
+    `forwards(steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend,
     and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`: pairs
-    (num_steps, num_draft_tokens), if all trees of a cycle must have one of these, as with CUDA graphs; then all
-    requests draft, or none, and the width is the flags'. (): any shapes. `first_drafts`: while they are not judged,
-    greedy requests draft in lessons, whatever is expected.
+    (steps, nodes), if all trees of a cycle must have one of these, as with CUDA graphs; then all requests draft, or
+    none, and the width is the flags'. (): any shapes. `first_drafts`: while they are not judged, greedy requests draft
+    in lessons, whatever is expected.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -175,10 +175,10 @@ class AdaptiveBudget:
     ) -> None:
         self.first_drafts = first_drafts
         self.costs, self.shapes, self.policy = costs, tuple(shapes), policy
-        (self.num_steps, self.num_draft_tokens), self.widest = largest, widest
+        (self.steps, self.nodes), self.widest = largest, widest
         widths = sorted({1 << power for power in range(widest.bit_length())} | {widest})
         options = [(steps, 0, size) for steps, size in shapes] or [
-            (steps, width, self.num_draft_tokens) for steps in range(1, self.num_steps + 1) for width in widths
+            (steps, width, self.nodes) for steps in range(1, self.steps + 1) for width in widths
         ]
         self.prospects = Prospects(requests, options, np.array([-math.inf]) if shapes else _LEAST_LOGP, policy)
         # Of the options, each [options, 1].
@@ -204,8 +204,8 @@ class AdaptiveBudget:
         sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
         candidates = [number for number, may in enumerate(able) if may]
         # What each may keep: one token is drawn without any level.
-        levels = [min(decodes[number].tokens_left - 1, self.num_steps) for number in candidates]
-        reach = round(sum(levels) / len(levels)) if levels else 0
+        most_steps = [min(decodes[number].tokens_left - 1, self.steps) for number in candidates]
+        reach = round(sum(most_steps) / len(most_steps)) if most_steps else 0
         self._load = round(2 * math.log2(requests)), sampled, reach
         measured, plain = self._measured = self._speed(*self._load), self._speed(*self._load[:2])
         if not candidates:
@@ -217,16 +217,16 @@ class AdaptiveBudget:
         choice = self._choices.get(self._load)
         if choice is None or choice.lessons < self.prospects.lessons:
             kv = float(sum(decode.seq_len for decode in decodes))
-            choice = self._choices[self._load] = self._best(rows, levels, requests, kv)
+            choice = self._choices[self._load] = self._best(rows, most_steps, requests, kv)
         self._choice = choice
-        if choice.num_steps and measured.is_enough and plain.cycles < self.policy.plain_cycles and not lesson:
+        if choice.steps and measured.is_enough and plain.cycles < self.policy.plain_cycles and not lesson:
             return NOTHING  # the model may be wrong, so plain decoding is measured whatever it says
         least, best = math.exp(choice.least_logp), self.prospects.best
-        wanted = [n for n, row in zip(candidates, rows, strict=True) if choice.num_steps and best[row] >= least]
+        wanted = [n for n, row in zip(candidates, rows, strict=True) if choice.steps and best[row] >= least]
         if self.shapes and wanted:
             wanted = candidates
         if not lesson:
-            return CycleBudget(tuple(wanted), choice.num_steps, choice.num_draft_tokens, choice.topk, choice.least_logp)
+            return CycleBudget(tuple(wanted), choice.steps, choice.nodes, choice.topk, choice.least_logp)
         # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
         new = [n for n in candidates if self.prospects.trees(decodes[n]) < self.policy.first_lessons]
         others = [(self.prospects.last[row], n) for n, row in zip(candidates, rows, strict=True) if n not in wanted]
@@ -236,17 +236,17 @@ class AdaptiveBudget:
         if self._probes:  # who drafted longest ago drafts once, to see whether that pays
             new = [min(others)[1]]
         wanted = sorted({*wanted, *new})
-        steps, size = self.shapes[0] if self.shapes else (self.num_steps, self.num_draft_tokens)
-        least_logp = choice.least_logp if choice.num_steps or self.shapes else math.log(self.policy.probe_chance)
+        steps, size = self.shapes[0] if self.shapes else (self.steps, self.nodes)
+        least_logp = choice.least_logp if choice.steps or self.shapes else math.log(self.policy.probe_chance)
         return CycleBudget(tuple(wanted), steps, size, 0, least_logp)
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        if not drafted:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
+        if not has_drafted:
             self._credit += self.policy.probe_share * seconds
             self._measured[1].add(tokens, seconds)
         elif self._follows:
             self._measured[0].add(tokens, seconds)
-        elif self._probes and not self._choice.num_steps:  # what it took longer than a plain cycle
+        elif self._probes and not self._choice.steps:  # what it took longer than a plain cycle
             self._credit -= max(0.0, seconds - requests / self._choice.plain)
 
     def _is_refuted(self, drafting: _Speed, plain: _Speed) -> bool:
@@ -265,7 +265,7 @@ class AdaptiveBudget:
             speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.period)
         return speed
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         self.prospects.add(decodes, logp, parents, self._cycle)
 
     def forget(self, req_pool_index: int) -> None:
@@ -274,34 +274,34 @@ class AdaptiveBudget:
     def state(self) -> SpeculationState:
         """The newest choice."""
         choice = self._choice
-        drafting = choice.num_steps > 0 and not self._refuted
+        drafting = choice.steps > 0 and not self._refuted
         requests = f"{choice.requests} request{'' if choice.requests == 1 else 's'}"
         speeds = f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} expected for {requests}"
         if not choice.plain:
             words = "nothing was decoded yet"
         elif drafting:
-            words = f"on: {choice.num_steps} steps of {choice.topk or self.widest}; {speeds}"
-        elif choice.num_steps:
+            words = f"on: {choice.steps} steps of {choice.topk or self.widest}; {speeds}"
+        elif choice.steps:
             words = f"off, because it was measured to be slower than plain decoding, although {speeds}"
         else:
             words = f"off, because it would not pay: at best {speeds}"
         return SpeculationState(
             choice=words,
-            steps=choice.num_steps if drafting else 0,
+            steps=choice.steps if drafting else 0,
             least_chance=math.exp(choice.least_logp) if drafting else 1.0,
             plain_tokens_per_second=choice.plain,
             tokens_per_second=choice.rate,
-            costs=self.costs.describe(max(choice.requests, 8) * self.num_draft_tokens),
+            costs=self.costs.describe(max(choice.requests, 8) * self.nodes),
         )
 
-    def _best(self, rows: Sequence[int], levels: Sequence[int], requests: int, kv: float) -> _Choice:
+    def _best(self, rows: Sequence[int], most_steps: Sequence[int], requests: int, kv: float) -> _Choice:
         """The best option and least chance, if the next trees are like the last ones."""
         seen, costs = self.prospects, self.costs
         plain = requests / (costs.speed * costs.verify.at(requests, kv) + costs.between)
         # An option has no more levels than a request may keep.
         places = [
-            [self._option.get((min(steps, most_steps), topk), n) for n, (steps, topk, _) in enumerate(seen.options)]
-            for most_steps in levels
+            [self._option.get((min(steps, most), topk), n) for n, (steps, topk, _) in enumerate(seen.options)]
+            for most in most_steps
         ]
         of = np.array(rows)[:, None], np.array(places)
         tokens, nodes = requests + seen.tokens[of].sum(axis=0), seen.nodes[of].sum(axis=0)  # [options, chances]
@@ -315,7 +315,7 @@ class AdaptiveBudget:
         if choice.rate <= plain:
             return choice
         least_logp = float(seen.least_logp[place])
-        return replace(choice, num_steps=steps, num_draft_tokens=size, topk=topk, least_logp=least_logp)
+        return replace(choice, steps=steps, nodes=size, topk=topk, least_logp=least_logp)
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,

@@ -73,7 +73,7 @@ class AcceptanceEstimates:
         """`corrected` for the native kernels."""
         return Correction(self._ratios, self._edges, temperature_bin, _DEPTHS, _MOST)
 
-    def of(self, tree: Tree, temperature_bin: Tensor) -> Estimates:
+    def estimate(self, tree: Tree, temperature_bin: Tensor) -> Estimates:
         """The estimates of trees with scores. With guesses the scores are corrected already.
 
         temperature_bin int64 [bs]: see `RequestSampling.temperature_bin`.

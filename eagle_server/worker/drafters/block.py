@@ -31,7 +31,7 @@ from eagle_server.worker.graphs import GraphKey
 class ContextWritten:
     """The context's draft KV reaches the root. There is nothing else to know."""
 
-    def of(self, requests: Tensor) -> ContextWritten:  # noqa: ARG002
+    def rows_of(self, requests: Tensor) -> ContextWritten:  # noqa: ARG002
         return self
 
 
@@ -58,7 +58,7 @@ class BlockDrafter(RowDrafter):
     head: BlockHead
 
     def __init__(self, head: BlockHead, setup: DrafterSetup) -> None:
-        rows = {min(steps, setup.tree.num_steps) + head.first_draft for steps, _ in setup.tree.shapes}
+        rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, _ in setup.tree.shapes}
         edge, edges = None if head.edges is None else head.edge, head.block.edges
         candidates = CANDIDATES if edges is not None and edges.kind == "selector" else 0
         super().__init__(head, setup, rows, edge, candidates)
@@ -89,30 +89,30 @@ class BlockDrafter(RowDrafter):
 
     def propose(self, draft: ContextWritten, batch: DecodeBatch) -> Tree:  # noqa: ARG002
         """One forward of the rows that the levels need, then a tree over their scores."""
-        rows, lens = batch.num_steps + self.head.first_draft, batch.seq_lens_host
+        rows, lens = batch.steps + self.head.first_draft, batch.seq_lens_host
         planned = []
         for causal in sorted(set(self.head.block.causal)):
             layout = extend_layout(lens, (0,) * len(lens), rows) if causal else static_level_layout(lens, rows, rows)
             planned.append((causal, _Planned(self.attention.plan(layout), layout)))
         keys = tuple(each.plan.graph_key for _, each in planned)
-        key: GraphKey = ("propose", keys, batch.num_steps, batch.num_draft_tokens)
-        function = partial(self._propose, dict(planned), batch.num_steps, batch.num_draft_tokens)
+        key: GraphKey = ("propose", keys, batch.steps, batch.nodes)
+        function = partial(self._propose, dict(planned), batch.steps, batch.nodes)
         captured = None if None in keys or batch.ranking.has_grammars else key
         return self.graphs.run(captured, function, batch.verified_id, batch.requests, batch.ranking)
 
     def _propose(  # noqa: PLR0913, PLR0917
         self,
         planned: dict[bool, _Planned],
-        num_steps: int,
-        num_draft_tokens: int,
+        steps: int,
+        nodes: int,
         verified_id: Tensor,
         requests: PagedRequests,
         ranking: DraftRanking,
     ) -> Tree:
         kinds = (planned.get(kind) for kind in (True, False))
         causal, bidirectional = (None if each is None else partial(each.bind, requests) for each in kinds)
-        rows, seq_lens = num_steps + self.head.first_draft, requests.seq_lens
+        rows, seq_lens = steps + self.head.first_draft, requests.seq_lens
         attention = BlockAttention(causal, bidirectional, rows)
         positions = seq_lens[:, None] + torch.arange(rows, device=seq_lens.device)
-        y = self.head.rows(verified_id, positions, attention)[:, self.head.first_draft :]  # [bs, num_steps, H]
-        return self.tree_over(num_draft_tokens, y, verified_id, seq_lens, ranking)
+        y = self.head.rows(verified_id, positions, attention)[:, self.head.first_draft :]  # [bs, steps, H]
+        return self.tree_over(nodes, y, verified_id, seq_lens, ranking)

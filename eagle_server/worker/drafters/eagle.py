@@ -38,22 +38,22 @@ class EagleDrafter:
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         tree = setup.tree
         self.head, self.attention = head, setup.attention(self.graph_rows(setup))
-        self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
+        self.steps, self.nodes = tree.model_steps, tree.nodes
         self.topk = self.widest = tree.topk
         self.graphs, self.per_node = setup.graphs, setup.per_node
         self._windows = {
-            topk: DraftWindow.of(topk, (tree.num_steps - 1) * topk, setup.device) for topk in range(1, tree.topk + 1)
+            topk: DraftWindow.of(topk, (tree.model_steps - 1) * topk, setup.device) for topk in range(1, tree.topk + 1)
         }
         draft_ids = torch.arange(head.draft_vocab_size, device=setup.device)
         ids = head.target_ids(draft_ids)
         self.vocabulary = None if ids.equal(draft_ids) else ids  # int64 [draft vocabulary], target ids
         self._native = self._native_head()
-        rows = (setup.requests, tree.depth + 1)
+        rows = (setup.requests, tree.steps + 1)
         self._states = None if head.num_layers == 1 else RowStates(head, *rows, setup.device)
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of a draft step."""
-        return setup.tree.depth + 1, setup.tree.topk
+        return setup.tree.steps + 1, setup.tree.topk
 
     def forget(self, req_pool_index: int) -> None:
         """The next request overwrites the KV."""
@@ -95,8 +95,8 @@ class EagleDrafter:
         return replace(draft, topk_logp=logp, topk_index=tokens)
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
-        """num_steps - 1 forwards over the best nodes. Draft-extend has already found the first level."""
-        lens, steps, topk = batch.seq_lens_host, range(batch.num_steps - 1), batch.topk or self.topk
+        """`steps` - 1 forwards over the best nodes. Draft-extend has already found the first level."""
+        lens, steps, topk = batch.seq_lens_host, range(batch.steps - 1), batch.topk or self.topk
         if topk < self.topk:
             draft = draft.narrowed(self._windows[topk])
         if self._native is not None and batch.ranking.is_plain:
@@ -104,19 +104,19 @@ class EagleDrafter:
         if self.per_node:
             layouts = [draft_decode_layout(lens, step, topk) for step in steps]
         else:
-            layouts = [draft_layout(lens, self.num_steps - 1, topk)] * len(steps)
+            layouts = [draft_layout(lens, self.steps - 1, topk)] * len(steps)
         distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
         plans = [distinct[layout] for layout in layouts]
         keys = tuple(plan.graph_key for plan in distinct.values())
-        shape = (batch.num_steps, batch.num_draft_tokens, topk)
+        shape = (batch.steps, batch.nodes, topk)
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys, shape)
-        function = partial(self._propose, plans, layouts, batch.num_draft_tokens)
+        function = partial(self._propose, plans, layouts, batch.nodes)
         first = replace(draft, normed=None)
         return self.graphs.run(key, function, first, batch.verified_id, batch.requests, batch.ranking)
 
-    def forwards(self, num_steps: int) -> int:
+    def forwards(self, steps: int) -> int:
         """Draft-extend finds the first level."""
-        return max(0, num_steps - 1)
+        return max(0, steps - 1)
 
     def _native_head(self) -> NativeHead | None:
         """Native kernels draft with this head over this pool; None: they do not."""
@@ -127,15 +127,15 @@ class EagleDrafter:
 
     def _propose_native(self, native: NativeHead, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """`_propose` in one call."""
-        ranking, steps = batch.ranking, max(0, batch.num_steps - 1)
+        ranking, later = batch.ranking, max(0, batch.steps - 1)
         correction = None
         if ranking.estimates is not None and ranking.temperature_bin is not None:
             correction = ranking.estimates.correction(ranking.temperature_bin)
         level = (draft.topk_logp, draft.topk_index, draft.hidden_states)
-        count = batch.num_draft_tokens - 1
-        best, parents = native.steps(_requests(batch), correction, steps, count, batch.least_logp, *level)
-        topk, depth = (draft.topk_index.shape[1], steps + 1) if best.tokens.shape[1] else (1, 0)
-        tree = selected_tree(batch.verified_id, batch.seq_lens, best, parents, topk, depth)
+        count = batch.nodes - 1
+        best, parents = native.steps(_requests(batch), correction, later, count, batch.least_logp, *level)
+        topk, steps = (draft.topk_index.shape[1], later + 1) if best.tokens.shape[1] else (1, 0)
+        tree = selected_tree(batch.verified_id, batch.seq_lens, best, parents, topk, steps)
         return replace(tree, is_cut=True)
 
     def _extend(  # noqa: PLR0913, PLR0917
@@ -164,7 +164,7 @@ class EagleDrafter:
         self,
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
-        num_draft_tokens: int,
+        nodes: int,
         draft: EagleDraftInput,
         verified_id: Tensor,
         requests: PagedRequests,
@@ -173,7 +173,7 @@ class EagleDrafter:
         seq_lens, guesses, topk = requests.seq_lens, draft.topk_logp, draft.topk_index.shape[1]
         draft = replace(draft, topk_logp=ranking.chances(guesses))
         levels, expanded = [Children(draft.topk_index, draft.topk_logp, guesses)], list[Tensor]()
-        window = (self.num_steps - 1) * topk
+        window = (self.steps - 1) * topk
         slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, window)
         if plans and not self.per_node:
             self._clear(slots[:, topk:])
@@ -186,8 +186,8 @@ class EagleDrafter:
             ranking = ranking.advance(draft.topk_index, expanded[-1] if expanded else None, topk)
             attention = draft_step_batch(fed, rows[step], requests, layout, attention)
             bound = plan.bind(attention)
-            nodes = (draft.topk_index.view(-1), draft.hidden_states, positions[step], bound)
-            out = self.head.step(step + 1, *nodes, is_last=step == len(plans) - 1)
+            fed_nodes = (draft.topk_index.view(-1), draft.hidden_states, positions[step], bound)
+            out = self.head.step(step + 1, *fed_nodes, is_last=step == len(plans) - 1)
             logp, tokens = self._best(out.normed, ranking, topk)
             shape = (*draft.topk_index.shape, topk)
             scores = draft.topk_logp[:, :, None] + ranking.chances(logp).view(shape)
@@ -195,7 +195,7 @@ class EagleDrafter:
             if step < len(plans) - 1:
                 draft, chosen = draft.advance(tokens.view(shape), scores, out.feedback)
                 expanded.append(chosen)
-        tree = organize_draft_results(verified_id, seq_lens, levels, expanded, num_draft_tokens)
+        tree = organize_draft_results(verified_id, seq_lens, levels, expanded, nodes)
         return ranking.without_refused(tree)
 
     def _clear(self, slots: Tensor) -> None:

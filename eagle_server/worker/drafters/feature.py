@@ -31,7 +31,7 @@ class FeatureDrafter:
         first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
         return features.index_select(0, first + batch.extend_lens - 1)
 
-    def forwards(self, num_steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:  # noqa: ARG002
         """One for all levels."""
         return 0
 
@@ -39,4 +39,4 @@ class FeatureDrafter:
         """The key of this batch's graph; None: it is not captured."""
         size = len(batch.seq_lens_host)
         captured = size in self.graph_sizes and not batch.ranking.has_grammars
-        return (name, size, batch.num_steps, batch.num_draft_tokens) if captured else None
+        return (name, size, batch.steps, batch.nodes) if captured else None

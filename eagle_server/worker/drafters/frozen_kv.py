@@ -28,14 +28,14 @@ class FrozenKVDrafter(FeatureDrafter):
         super().__init__(setup)
         tree = setup.tree
         self.head, self.attention = head, setup.attention(())
-        self.num_steps, self.topk, self.num_draft_tokens = tree.num_steps, tree.topk, tree.num_draft_tokens
-        self._window = DraftWindow.of(tree.topk, (tree.num_steps - 1) * tree.topk, setup.device)
+        self.steps, self.topk, self.nodes = tree.model_steps, tree.topk, tree.nodes
+        self._window = DraftWindow.of(tree.topk, (tree.model_steps - 1) * tree.topk, setup.device)
 
-    def forwards(self, num_steps: int) -> int:
-        return num_steps
+    def forwards(self, steps: int) -> int:
+        return steps
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
-        """num_steps forwards: the root, then the best nodes of each level."""
+        """`steps` forwards: the root, then the best nodes of each level."""
         ranking, topk, seq_lens = batch.ranking, self.topk, batch.seq_lens
         out = self.head(batch.verified_id, draft, seq_lens, self._bound(batch, 1))
         guesses, tokens = ranking.best(self.head.logits(out.normed), topk)
@@ -43,7 +43,7 @@ class FrozenKVDrafter(FeatureDrafter):
         nodes = EagleDraftInput.first(guesses, tokens, hidden, self._window)
         nodes = replace(nodes, topk_logp=ranking.chances(guesses))
         levels, expanded = [Children(tokens, nodes.topk_logp, guesses)], list[Tensor]()
-        steps = batch.num_steps - 1
+        steps = batch.steps - 1
         bound, positions = (self._bound(batch, topk) if steps else None), seq_lens.repeat_interleave(topk)
         for step in range(steps):
             assert bound is not None
@@ -56,7 +56,7 @@ class FrozenKVDrafter(FeatureDrafter):
             if step < steps - 1:
                 nodes, chosen = nodes.advance(tokens.view(shape), scores, out.feedback)
                 expanded.append(chosen)
-        tree = organize_draft_results(batch.verified_id, seq_lens, levels, expanded, batch.num_draft_tokens)
+        tree = organize_draft_results(batch.verified_id, seq_lens, levels, expanded, batch.nodes)
         return ranking.without_refused(tree)
 
     def _bound(self, batch: DecodeBatch, rows: int) -> BoundAttention:

@@ -61,17 +61,17 @@ class Drafter(Protocol[State]):
     def propose(self, draft: State, batch: DecodeBatch) -> Tree:
         """The tree of each decoding request under verified_id, ranked by `batch.ranking`, with scores.
 
-        A model drafts `batch.num_steps` levels, and feeds `batch.topk` nodes of each (0: `widest`). A tree has at most
-        `batch.num_draft_tokens` nodes, root included.
+        A model drafts `batch.steps` levels, and feeds `batch.topk` nodes of each (0: `widest`). A tree has at most
+        `batch.nodes` nodes, root included.
         """
         ...
 
-    def forwards(self, num_steps: int) -> int:
-        """Forwards that `propose` needs for trees of `num_steps` levels; 0: its time does not depend on them."""
+    def forwards(self, steps: int) -> int:
+        """Forwards that `propose` needs for trees of `steps` levels; 0: its time does not depend on them."""
         ...
 
 
 class ModelDrafter(Drafter[State], Protocol[State]):
-    """A drafter whose proposals have at most `num_steps` levels."""
+    """A drafter whose proposals have at most `steps` levels."""
 
-    num_steps: int
+    steps: int

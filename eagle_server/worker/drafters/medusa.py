@@ -11,10 +11,10 @@ from torch import Tensor
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.static_tree import (
     choice_parents,
-    depth_of,
     ranks_of,
     sorted_choices,
     static_tree,
+    steps_of,
 )
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch
@@ -31,21 +31,21 @@ class MedusaDrafter(FeatureDrafter):
     def __init__(self, heads: MedusaHeads, setup: DrafterSetup) -> None:
         super().__init__(setup)
         choices, device = setup.tree.choices, setup.device
-        self.heads, self.num_steps, self.ranks = heads, depth_of(choices), ranks_of(choices)
+        self.heads, self.steps, self.ranks = heads, steps_of(choices), ranks_of(choices)
         # Each node's path as indices into the heads' best tokens, [head * ranks + rank], its own token last. Shorter
         # paths are padded in front with an index past all of them, whose score is 0.
-        padding = self.num_steps * self.ranks
+        padding = self.steps * self.ranks
         paths = [[head * self.ranks + rank for head, rank in enumerate(choice)] for choice in sorted_choices(choices)]
-        padded = [[padding] * (self.num_steps - len(path)) + path for path in paths]
-        self._paths = torch.tensor(padded, device=device)  # [n, num_steps]
+        padded = [[padding] * (self.steps - len(path)) + path for path in paths]
+        self._paths = torch.tensor(padded, device=device)  # [n, steps]
         self._parents = torch.tensor([choice_parents(choices)], device=device)  # [1, n]
         self._levels = static_tree(choices, device).levels
         depths = [len(choice) for choice in sorted_choices(choices)]
-        self._counts = [sum(depth <= steps for depth in depths) for steps in range(self.num_steps + 1)]
+        self._counts = [sum(depth <= steps for depth in depths) for steps in range(self.steps + 1)]
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
         """The levels of the static tree that the cycle wants."""
-        steps = min(batch.num_steps, self.num_steps)
+        steps = min(batch.steps, self.steps)
         if batch.ranking.has_grammars:
             tokens, scores = self._grow(steps, draft, batch.ranking)
         else:
@@ -55,29 +55,29 @@ class MedusaDrafter(FeatureDrafter):
         tree = build_tree(batch.verified_id, batch.seq_lens, tokens, parents, steps, scores)
         return batch.ranking.without_refused(tree)
 
-    def _best(self, num_steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
-        """The tokens of the tree's nodes down to depth num_steps, and the scores of their paths, [bs, n]."""
+    def _best(self, steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
+        """The tokens of the tree's nodes down to depth `steps`, and the scores of their paths, [bs, n]."""
         logp, ids = list[Tensor](), list[Tensor]()
-        logits: Tensor = self.heads(feature, num_steps)  # [num_steps, bs, V]
+        logits: Tensor = self.heads(feature, steps)  # [steps, bs, V]
         for of_head in logits:
             best, head_ids = ranking.best(of_head, self.ranks)  # [bs, ranks]
             logp.append(best)
             ids.append(head_ids)
             ranking = ranking.deeper()
-        unused = (self.num_steps - num_steps) * self.ranks
+        unused = (self.steps - steps) * self.ranks
         path_logp = F.pad(finite_or_off(torch.cat(logp, dim=1)), (0, unused + 1))
-        paths = self._paths[: self._counts[num_steps]]
-        steps = path_logp.index_select(1, paths.reshape(-1)).unflatten(1, paths.shape)
-        tokens, scores = torch.cat(ids, dim=1).index_select(1, paths[:, -1]), steps.sum(-1)
+        paths = self._paths[: self._counts[steps]]
+        on_paths = path_logp.index_select(1, paths.reshape(-1)).unflatten(1, paths.shape)
+        tokens, scores = torch.cat(ids, dim=1).index_select(1, paths[:, -1]), on_paths.sum(-1)
         return tokens, scores
 
-    def _grow(self, num_steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
+    def _grow(self, steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """The same level by level under grammars: each node has its own best tokens of a head."""
         bs = len(feature)
         above = torch.zeros(bs, 1, device=feature.device)  # path scores of the nodes that have children
         tokens, scores = list[Tensor](), list[Tensor]()
-        logits: Tensor = self.heads(feature, num_steps)  # [num_steps, bs, V]
-        for depth, (level, of_head) in enumerate(zip(self._levels[:num_steps], logits, strict=True)):
+        logits: Tensor = self.heads(feature, steps)  # [steps, bs, V]
+        for depth, (level, of_head) in enumerate(zip(self._levels[:steps], logits, strict=True)):
             if depth:
                 before = self._levels[depth - 1]
                 above = scores[-1].index_select(1, before.fed)

@@ -19,15 +19,15 @@ from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_
 class MixtureDrafter(Generic[State]):
     """Joins a model's tree and the tries, and keeps the nodes with the highest estimated chance of acceptance.
 
-    The model is not run while the tries of all requests are almost certain: its forwards could not pay then. `depth` is
-    the larger of the two depths. Joining uses tensors only, and is captured.
+    The model is not run while the tries of all requests are almost certain: its forwards could not pay then. `steps` is
+    the larger number of the two. Joining uses tensors only, and is captured.
     """
 
     uses_features, extends_ahead = True, False
 
     def __init__(self, model: ModelDrafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
         self.model, self.tries = model, tries
-        self.depth, self.widest = max(model.num_steps, tries.depth), model.widest
+        self.steps, self.widest = max(model.steps, tries.steps), model.widest
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
 
     def forget(self, req_pool_index: int) -> None:
@@ -44,22 +44,22 @@ class MixtureDrafter(Generic[State]):
     def propose(self, draft: State, batch: DecodeBatch) -> Tree:
         """The model's candidates and the tries, joined."""
         self.tries.read(batch.decodes)
-        tries = [self.tries.of(decode) for decode in batch.decodes]
+        tries = [self.tries.trie_of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
-        numbers = upload(packed(tries, size, self.tries.max_nodes), batch.seq_lens.device)
+        numbers = upload(packed(tries, size, self.tries.drafts), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
-            return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.depth)
-        levels = min(batch.num_steps, self.model.num_steps)
+            return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.steps)
+        steps = min(batch.steps, self.model.steps)
         # What is worth its time follows from both sources, so nothing is cut before they are joined.
-        tree = self.model.propose(draft, replace(batch, num_steps=levels, least_logp=-math.inf))
+        tree = self.model.propose(draft, replace(batch, steps=steps, least_logp=-math.inf))
         key = ("join", size) if size in self.graph_sizes else None
         return self.graphs.run(key, self._join, tree, numbers)
 
-    def forwards(self, num_steps: int) -> int:
-        return self.model.forwards(min(num_steps, self.model.num_steps))
+    def forwards(self, steps: int) -> int:
+        return self.model.forwards(min(steps, self.model.steps))
 
     def _join(self, tree: Tree, numbers: Tensor) -> Tree:
         """The best nodes of both. `numbers`: the tries', packed."""
-        tries = trie_tree(tree.tokens[:, 0], tree.start, numbers, self.depth)
-        union, estimates = join_trees(tree, tries, self.depth)
-        return best(union, chances(estimates), self.tries.max_nodes)
+        tries = trie_tree(tree.tokens[:, 0], tree.start, numbers, self.steps)
+        union, estimates = join_trees(tree, tries, self.steps)
+        return best(union, chances(estimates), self.tries.drafts)

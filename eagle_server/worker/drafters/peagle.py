@@ -24,7 +24,7 @@ class DraftRows:
 
     y: Tensor
 
-    def of(self, requests: Tensor) -> DraftRows:
+    def rows_of(self, requests: Tensor) -> DraftRows:
         return DraftRows(self.y.index_select(0, requests))
 
 
@@ -38,7 +38,7 @@ class PEagleDrafter(RowDrafter):
     head: PEagleHead
 
     def __init__(self, head: PEagleHead, setup: DrafterSetup) -> None:
-        super().__init__(head, setup, {setup.tree.depth + setup.tree.num_steps})
+        super().__init__(head, setup, {setup.tree.steps + setup.tree.model_steps})
 
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
@@ -50,8 +50,8 @@ class PEagleDrafter(RowDrafter):
     def extend(self, batch: DecodeBatch) -> DraftRows:
         """One forward: the pairs of accepted tokens, then the mask slots, then padding up to the widest request."""
         width = batch.extend_width
-        levels = self.num_steps if self.graphs.captures else min(batch.num_steps, self.num_steps)
-        layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, width + levels - 1)
+        steps = self.steps if self.graphs.captures else min(batch.steps, self.steps)
+        layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, width + steps - 1)
         plan = self.attention.plan(layout)
         key = None if plan.graph_key is None else ("extend", plan.graph_key)
         function = partial(self._extend, plan, layout, batch.accepted_tokens, width)
@@ -74,7 +74,7 @@ class PEagleDrafter(RowDrafter):
 
     def propose(self, draft: DraftRows, batch: DecodeBatch) -> Tree:
         """A tree over the first rows. No forward."""
-        size, steps, nodes = len(batch.seq_lens_host), batch.num_steps, batch.num_draft_tokens
+        size, steps, nodes = len(batch.seq_lens_host), batch.steps, batch.nodes
         captured = size in self.graph_sizes and not batch.ranking.has_grammars
         function = partial(self.tree_over, nodes)
         key = ("propose", size, steps, nodes) if captured else None

@@ -55,7 +55,7 @@ class RowDrafter:
         tree = setup.tree
         self.head, self.edge, self.candidates = head, edge, candidates
         self.attention = setup.attention(graph_rows)
-        self.num_steps, self.topk, self.num_draft_tokens = tree.num_steps, tree.topk, tree.num_draft_tokens
+        self.steps, self.topk, self.nodes = tree.model_steps, tree.topk, tree.nodes
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
         draft_ids = torch.arange(head.draft_vocab_size, device=setup.device)
         ids = head.target_ids(draft_ids)
@@ -64,17 +64,15 @@ class RowDrafter:
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
 
-    def forwards(self, num_steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:  # noqa: ARG002
         """One for all levels."""
         return 0
 
-    def tree_over(
-        self, num_draft_tokens: int, y: Tensor, roots: Tensor, seq_lens: Tensor, ranking: DraftRanking
-    ) -> Tree:
+    def tree_over(self, nodes: int, y: Tensor, roots: Tensor, seq_lens: Tensor, ranking: DraftRanking) -> Tree:
         """The trees under the roots, int64 [bs]. y [bs, levels, H]: row j scores the tokens of level j + 1."""
         scores = self.head.logits(y.flatten(0, 1)).unflatten(0, y.shape[:2])  # [bs, levels, draft vocabulary]
         levels, expanded = self._grow(roots, y, scores, ranking)
-        tree = organize_draft_results(roots, seq_lens, levels, expanded, num_draft_tokens)
+        tree = organize_draft_results(roots, seq_lens, levels, expanded, nodes)
         return ranking.without_refused(tree)
 
     def _grow(

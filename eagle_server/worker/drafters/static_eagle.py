@@ -28,17 +28,17 @@ class StaticEagleDrafter(EagleDrafter):
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         self.tree = tree = static_tree(setup.tree.choices, setup.device)
         super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
-        self.num_steps, self.num_draft_tokens, self.widest = len(tree.levels), tree.size + 1, 1
+        self.steps, self.nodes, self.widest = len(tree.levels), tree.size + 1, 1
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of every level."""
-        return {setup.tree.num_steps + 1, *self.tree.rows}
+        return {setup.tree.model_steps + 1, *self.tree.rows}
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """One forward for each level that has children. Draft-extend has already found the first level."""
         layouts = [
             static_level_layout(batch.seq_lens_host, rows, self.tree.window)
-            for rows in self.tree.rows[: batch.num_steps - 1]
+            for rows in self.tree.rows[: batch.steps - 1]
         ]
         distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
         keys = tuple(plan.graph_key for plan in distinct.values())
@@ -83,9 +83,9 @@ class StaticEagleDrafter(EagleDrafter):
             tokens.append(children.view(bs, -1).index_select(1, below.picks))
             scores.append(paths.flatten(1).index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
-        drafted, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
-        parents = self.tree.parents[: drafted.shape[1]].expand(bs, -1)
-        tree = build_tree(verified_id, seq_lens, drafted, parents, len(tokens), worth)
+        drafts, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
+        parents = self.tree.parents[: drafts.shape[1]].expand(bs, -1)
+        tree = build_tree(verified_id, seq_lens, drafts, parents, len(tokens), worth)
         return ranking.without_refused(tree)
 
     def _mask(self, level: Level, step: int, bs: int) -> TreeMask:

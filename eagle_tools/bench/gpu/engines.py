@@ -31,14 +31,14 @@ AS_SERVED = {"adaptive": True, "estimating": True}  # the server's default setti
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the model, the batches and the measurements. For `num_steps` and the like see `TreeConfig`."""
+    """Sizes of the model, the batches and the measurements. For `model_steps` and the like see `TreeConfig`."""
 
     shape: PaddedShape
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
-    num_steps: int = 6
+    model_steps: int = 6
     topk: int = 8
-    num_draft_tokens: int = 64
+    nodes: int = 64
     cycles: int = 24  # measured per run
     clients: tuple[int, ...] = (1, 8, 32)  # of a server
     served_tokens: int = 128  # of an answer to them
@@ -157,5 +157,5 @@ class BenchEngines:
             "graph_sizes": tuple(batches) if self.flashinfer else (),
         }
         if speculative:
-            numbers["tree"] = TreeConfig(scale.num_steps, scale.topk, scale.num_draft_tokens)
+            numbers["tree"] = TreeConfig(scale.model_steps, scale.topk, scale.nodes)
         return EngineConfig(**{**numbers, **settings})

@@ -49,13 +49,13 @@ def decode(engines: BenchEngines) -> Document:
     chosen = engines.prompts[: engines.scale.prompts]
     compared, alike = 0, 0
     for prompt in chosen:  # alternately, so that both run at the same clock rates
-        texts = []
+        answers = []
         for engine, pace in runs:
             with Steady(engine, [prompt], engines.scale.cycles) as run:
                 pace.add(run.cycles(engines.scale.cycles))
-                texts.append(run.texts["0"])
-        compared += min(map(len, texts))
-        alike += len(os.path.commonprefix(texts))
+                answers.append(run.tokens["0"])
+        compared += min(map(len, answers))
+        alike += len(os.path.commonprefix(answers))
     context = sum(map(len, chosen)) // len(chosen) + engines.scale.cycles // 2
     bandwidth = engines.machine.copy_bandwidth(engines.scale.copied_bytes)
     least = (read_per_step(engines) + context * bytes_per_slot(engines.pair.target.config)) / bandwidth

@@ -13,7 +13,7 @@ from eagle_server.attention.batches import prefill_batch, verify_layout
 from eagle_server.attention.flashinfer.backend import AttentionLimits, Workspace
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout, TreeMask
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.pool import LatentPool
 from eagle_server.ops.tree.build import ancestors
 from eagle_tools.bench.gpu.engines import BenchEngines
@@ -31,7 +31,7 @@ def mla(engines: BenchEngines) -> dict[str, Any]:
         forwards: dict[str, Callable[[int], AttentionBatch]] = {
             "decode": lambda n: layer.chain(n, 1),
             f"chain of {CHAIN}": lambda n: layer.chain(n, CHAIN),
-            f"tree of {engines.scale.num_draft_tokens}": lambda n: layer.tree(n, engines.scale.num_draft_tokens),
+            f"tree of {engines.scale.nodes}": lambda n: layer.tree(n, engines.scale.nodes),
         }
         row: dict[str, Any] = {"context": length, "kv_mb": length * layer.bytes_per_slot / 1e6}
         for name, make in forwards.items():
@@ -57,7 +57,7 @@ class Layer:
         scale, device = engines.scale, engines.device
         self._machine, self._heads, self._dim = engines.machine, scale.mla_heads, scale.mla_rank + scale.mla_rope
         self._dtype = engines.dtype
-        width = max(scale.contexts) + scale.num_draft_tokens
+        width = max(scale.contexts) + scale.nodes
         self.pool = LatentPool(1, width + 1, scale.mla_rank, scale.mla_rope, self._dtype, device)
         self.pool.data.normal_()
         order = torch.randperm(width, generator=torch.Generator().manual_seed(0)) + 1
@@ -68,7 +68,7 @@ class Layer:
 
     def _make(self, engines: BenchEngines, width: int) -> AttentionBackend:
         if not engines.flashinfer:
-            return TorchNativeAttention(self.pool)
+            return torch_native(self.pool)
         return FlashInferMLAAttention(
             self.pool,
             Workspace(engines.device),

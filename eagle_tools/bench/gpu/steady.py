@@ -68,8 +68,8 @@ class Steady:
         limits = engine.scheduler.limits
         # Cycles in which the first requests decode already, while the last ones still wait for their prompts.
         filling = sum(map(len, prompts)) // limits.chunked_prefill_size + len(prompts)
-        self._longest = (filling + WARM_UPS + cycles) * (limits.spec_steps + 1) + 1
-        self.texts: dict[str, list[int]] = {}
+        self._longest = (filling + WARM_UPS + cycles) * (limits.steps + 1) + 1
+        self.tokens: dict[str, list[int]] = {}
 
     def __enter__(self) -> Steady:
         for number, prompt in enumerate(self._prompts):
@@ -79,7 +79,7 @@ class Steady:
             greedy = SamplingParams(max_tokens=self._longest, seed=0, temperature=0.0, ignore_eos=True)
             request = Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=greedy)
             self._engine.add(request)
-        while len(self.texts) < len(self._prompts):
+        while len(self.tokens) < len(self._prompts):
             self._step()
         for _ in range(WARM_UPS):
             self._step()
@@ -109,6 +109,6 @@ class Steady:
         for delta in self._engine.step():
             if delta.error is not None or delta.finish_reason is not None:
                 raise RuntimeError(f"request {delta.request_id} ended: {delta.error or delta.finish_reason}")
-            self.texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             count += len(delta.token_ids)
         return count

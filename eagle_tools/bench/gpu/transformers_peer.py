@@ -33,7 +33,7 @@ def transformers_peer(engines: BenchEngines) -> dict[str, Any]:
     for name in ("plain", "speculative"):
         with Steady(engines.make(speculative=name == "speculative"), [prompt], count) as run:
             document[f"{name}_tokens_per_second"] = run.cycles(max(2, count // 4)).tokens_per_second
-            pairs = zip(generated, run.texts["0"], strict=False)
+            pairs = zip(generated, run.tokens["0"], strict=False)
             document[f"{name}_tokens_alike"] = next((i for i, (a, b) in enumerate(pairs) if a != b), len(generated))
     return document
 

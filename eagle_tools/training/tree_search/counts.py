@@ -17,10 +17,10 @@ class RankCounts:
     where the tree was too small to measure. A root alone does not count: nothing is drafted where a text ends.
     """
 
-    def __init__(self, depth: int, ranks: int) -> None:
-        self.tried = [[0] * ranks for _ in range(depth)]
-        self.hits = [[0] * ranks for _ in range(depth)]
-        self.leaves = [0] * depth
+    def __init__(self, steps: int, ranks: int) -> None:
+        self.tried = [[0] * ranks for _ in range(steps)]
+        self.hits = [[0] * ranks for _ in range(steps)]
+        self.leaves = [0] * steps
         self.cycles = self.emitted = 0
 
     def add(self, trees: Iterable[DraftedTree]) -> None:

@@ -24,13 +24,13 @@ class Grown:
     worth: float
 
 
-def grow(accuracies: Accuracies, nodes: int, depth: int | None = None) -> list[Grown]:
-    """The `nodes` nodes of largest worth up to `depth`, best first; fewer if the others have worth 0.
+def grow(accuracies: Accuracies, nodes: int, steps: int | None = None) -> list[Grown]:
+    """The `nodes` nodes of largest worth up to depth `steps`, best first; fewer if the others have worth 0.
 
     A child is never worth more than its parent. So every prefix of the list contains all ancestors of its nodes, and no
     tree of that size has a larger sum. Ties go to the shallower node, then to the lower ranks.
     """
-    deepest = len(accuracies) if depth is None else min(depth, len(accuracies))
+    deepest = len(accuracies) if steps is None else min(steps, len(accuracies))
     waiting: list[tuple[float, int, Choice]] = []
 
     def offer_children(parent: Choice, worth: float) -> None:
@@ -70,24 +70,24 @@ def wide_tree(accuracies: Accuracies, nodes: int) -> list[Choice]:
     return [(*parent, rank) for parent in inner for rank in range(ranks)]
 
 
-def level_tree(nodes: int, depth: int, ranks: int) -> list[Choice]:
+def level_tree(nodes: int, steps: int, ranks: int) -> list[Choice]:
     """A tree that uses no measurement: equally many children per node, levels filled from the top.
 
-    The number of children is the smallest with which `depth` levels hold `nodes` nodes.
+    The number of children is the smallest with which `steps` levels hold `nodes` nodes.
     """
-    width = next((k for k in range(1, ranks) if sum(k**d for d in range(1, depth + 1)) >= nodes), ranks)
-    return _first(_by_level(width, depth), nodes)
+    width = next((k for k in range(1, ranks) if sum(k**d for d in range(1, steps + 1)) >= nodes), ranks)
+    return _first(_by_level(width, steps), nodes)
 
 
-def comb_tree(nodes: int, depth: int) -> list[Choice]:
+def comb_tree(nodes: int, steps: int) -> list[Choice]:
     """Another tree that uses no measurement: equally many nodes per level, all children of the best node above."""
-    width = -(-nodes // depth)
-    return _first(((*(0,) * level, rank) for rank in range(width) for level in range(depth)), nodes)
+    width = -(-nodes // steps)
+    return _first(((*(0,) * level, rank) for rank in range(width) for level in range(steps)), nodes)
 
 
-def _by_level(width: int, depth: int) -> Iterator[Choice]:
+def _by_level(width: int, steps: int) -> Iterator[Choice]:
     level: list[Choice] = [()]
-    for _ in range(depth):
+    for _ in range(steps):
         level = [(*parent, rank) for parent in level for rank in range(width)]
         yield from level
 

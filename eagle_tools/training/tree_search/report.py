@@ -66,7 +66,7 @@ def write_json(path: Path, findings: Findings) -> None:
 def _cost(candidate: Candidate) -> dict[str, Any]:
     return {
         "nodes": candidate.nodes,
-        "depth": candidate.depth,
+        "depth": candidate.steps,
         "tokens_per_cycle": candidate.tokens,
         "tokens_are": "measured" if candidate.expected is None else "expected",
         "median_seconds": candidate.cost.seconds,
@@ -99,7 +99,7 @@ def print_costs(findings: Findings, console: Console, batch: int) -> None:
             mark = "chosen" if candidate is findings.chosen else "plain" if not candidate.nodes else ""
             table.add_row(
                 str(candidate.nodes),
-                str(candidate.depth),
+                str(candidate.steps),
                 f"{candidate.tokens:.2f}",
                 f"{candidate.cost.seconds * 1e3:.2f}",
                 f"{candidate.speed:.0f}",

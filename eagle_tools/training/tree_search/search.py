@@ -21,7 +21,7 @@ class Candidate:
     """A tree that was timed. `choices` is empty for plain decoding, and for drafters that make their own trees."""
 
     nodes: int
-    depth: int
+    steps: int
     choices: tuple[Choice, ...]
     expected: float | None  # tokens per cycle by the measured accuracies; None if the drafter makes its own trees
     cost: Cost
@@ -54,11 +54,11 @@ def measure_accuracies(engines: TreeEngines) -> RankCounts:
 
     A static tree is measured twice: the second tree is wide where nodes of the first were accepted.
     """
-    counts, rounds = RankCounts(engines.depth, engines.ranks), 2 if engines.algorithm == "MEDUSA" else 1
+    counts, rounds = RankCounts(engines.steps, engines.ranks), 2 if engines.algorithm == "MEDUSA" else 1
     with tqdm(total=rounds * len(engines.task.prompts), desc="measure acceptance", unit="text") as bar:
         accuracies: Accuracies | None = None
         for _ in range(rounds):
-            counts = RankCounts(engines.depth, engines.ranks)
+            counts = RankCounts(engines.steps, engines.ranks)
             complete(engines.make(*engines.measuring(accuracies)), engines.task, counts.add, bar.update)
             accuracies = counts.accuracies()
     return counts
@@ -76,7 +76,7 @@ def time_sizes(engines: TreeEngines, accuracies: Accuracies, rounds: int, nodes:
 def time_shallower(
     engines: TreeEngines, accuracies: Accuracies, timed: Sequence[Candidate], rounds: int
 ) -> list[Candidate]:
-    """Time plain decoding, and the fastest of `timed` and its neighbours in size with every possible depth.
+    """Time plain decoding, and the fastest of `timed` and its neighbours in size with every possible number of steps.
 
     All are timed again, because the load of the machine may have changed.
     """
@@ -84,9 +84,9 @@ def time_shallower(
     best = max(range(len(drafting)), key=lambda place: drafting[place].speed)
     near = drafting[max(0, best - _NEAR // 2) : best + _NEAR // 2 + 1]
     trees = dict.fromkeys(
-        tuple(grown.choice for grown in grow(accuracies, candidate.nodes, depth))
+        tuple(grown.choice for grown in grow(accuracies, candidate.nodes, steps))
         for candidate in near
-        for depth in range(1, candidate.depth + 1)
+        for steps in range(1, candidate.steps + 1)
     )
     return _time(engines, accuracies, [(), *trees], rounds)
 
@@ -94,8 +94,8 @@ def time_shallower(
 def check(engines: TreeEngines, task: Task, accuracies: Accuracies, chosen: Candidate) -> list[Trial]:
     """Serve the tree that was found, and others of its size, on texts that were not used to grow it."""
     assert engines.option is not None
-    guesses = [("full levels, all nodes alike", level_tree(chosen.nodes, engines.depth, engines.ranks))]
-    guesses += [("alternatives to the best path only", comb_tree(chosen.nodes, chosen.depth))]
+    guesses = [("full levels, all nodes alike", level_tree(chosen.nodes, engines.steps, engines.ranks))]
+    guesses += [("alternatives to the best path only", comb_tree(chosen.nodes, chosen.steps))]
     trees = [("the tree found", list(chosen.choices)), *guesses]
     distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may equal the tree found
     runs: list[tuple[str, float | None, tuple[str, ...]]] = [
@@ -132,7 +132,7 @@ def _time(
 def _time_own(engines: TreeEngines, sizes: Sequence[int], rounds: int) -> list[Candidate]:
     costs = _costs(engines, [None, *(engines.own_trees(size) for size in sizes)], rounds)
     return [
-        Candidate(size, engines.depth if size else 0, (), None, cost, engines.task.batch)
+        Candidate(size, engines.steps if size else 0, (), None, cost, engines.task.batch)
         for size, cost in zip([0, *sizes], costs, strict=True)
     ]
 

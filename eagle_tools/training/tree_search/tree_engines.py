@@ -37,11 +37,11 @@ class Task:
 
 
 class TreeEngines:
-    """Makes engines. `flags` choose models and device as in serving; `depth` and `ranks` limit the trees."""
+    """Makes engines. `flags` choose models and device as in serving; `steps` and `ranks` limit the trees."""
 
-    def __init__(self, flags: Sequence[str], task: Task, depth: int, ranks: int, nodes: int) -> None:
+    def __init__(self, flags: Sequence[str], task: Task, steps: int, ranks: int, nodes: int) -> None:
         self.flags, self.task, self.ranks = list(flags), task, ranks
-        self._pool = ranks + (depth - 1) * ranks**2
+        self._pool = ranks + (steps - 1) * ranks**2
         self._window = max(self._pool, WIDE, nodes, 64) + 1
         config = self._config()
         if not config.speculates:
@@ -52,7 +52,7 @@ class TreeEngines:
         draft = self.models.draft
         kind = "" if draft is None else draft.algorithm
         self.algorithm = "+".join(filter(None, (kind, "NGRAM" if config.speculative.drafts_ngrams else "")))
-        self.depth = min(depth, depth if draft is None or draft.max_steps is None else draft.max_steps)
+        self.steps = min(steps, steps if draft is None or draft.max_steps is None else draft.max_steps)
 
     @property
     def option(self) -> str | None:
@@ -82,11 +82,11 @@ class TreeEngines:
         if self.algorithm == "MEDUSA+NGRAM":  # Medusa keeps its default tree
             return size
         topk = () if self.algorithm == "NGRAM" else ("--topk", str(self.ranks))
-        return ("--speculative-num-steps", str(self.depth), *topk, *size)
+        return ("--speculative-num-steps", str(self.steps), *topk, *size)
 
     def most_own_nodes(self) -> int:
         """The largest size of the drafter's own trees."""
-        return {"REDRAFTER": self.depth * self.ranks, "NGRAM": WIDE, "MEDUSA+NGRAM": WIDE}.get(
+        return {"REDRAFTER": self.steps * self.ranks, "NGRAM": WIDE, "MEDUSA+NGRAM": WIDE}.get(
             self.algorithm, self._pool
         )
 
@@ -98,7 +98,7 @@ class TreeEngines:
         """
         if self.algorithm != "MEDUSA":
             return self.own_trees(self.most_own_nodes())
-        guess = [[0.6 * 0.5**rank for rank in range(self.ranks)]] * self.depth
+        guess = [[0.6 * 0.5**rank for rank in range(self.ranks)]] * self.steps
         return self.static(wide_tree(accuracies or guess, WIDE))
 
     def _config(self, *flags: str, base: Sequence[str] | None = None) -> Config:

@@ -18,7 +18,7 @@ from eagle_server.attention.flashinfer.forward import FlashInferBackend
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.interface import AttentionBackend, LayerSpec
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from tests.support.covering import covering
@@ -91,7 +91,7 @@ def latent_world() -> World:
 
 
 BACKENDS: dict[str, Callable[[World], AttentionBackend]] = {
-    "torch_native": lambda w: TorchNativeAttention(w.pool),
+    "torch_native": lambda w: torch_native(w.pool),
     **{
         f"flashinfer, {modes}, {name}": lambda w, limits=limits, modes=modes: flashinfer(w, limits, modes).backend  # type: ignore[misc]
         for modes in MODES
@@ -127,7 +127,7 @@ def test_every_backend_gives_dense_attention_in_every_phase(name: str, phase: st
 def test_latent_attention_gives_dense_attention_in_every_phase(name: str, phase: str) -> None:
     world = latent_world()
     limits = EAGER if name == "eager" else STATIC
-    backend = TorchNativeAttention(world.pool) if name == "torch_native" else mla(world, limits).backend
+    backend = torch_native(world.pool) if name == "torch_native" else mla(world, limits).backend
     for _ in range(2):
         assert attend(backend, PHASES[phase](world)) < TOLERANCE
 

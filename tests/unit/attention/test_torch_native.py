@@ -23,7 +23,7 @@ from eagle_server.attention.batches import (
 )
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, PagedRequests
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput, EagleVerifyInput
-from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
+from eagle_server.attention.torch_native import SHORT_QUERY, torch_native
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.speculation.tree import Tree, compacted
@@ -105,7 +105,7 @@ def attend(  # noqa: PLR0913
     keys = torch.cat([paged.keys[row][list(p)] for row, p in enumerate(new)])
     values = torch.cat([paged.values[row][list(p)] for row, p in enumerate(new)])
     layer = LayerSpec(paged.layer, 0.37, window, softcap)
-    return TorchNativeAttention(paged.pool).plan(batch.layout).bind(batch).run(queries, keys, values, layer)
+    return torch_native(paged.pool).plan(batch.layout).bind(batch).run(queries, keys, values, layer)
 
 
 def causal_batch(paged: Paged, q_lens: Sequence[int], kv_lens: Sequence[int]) -> AttentionBatch:
@@ -290,7 +290,7 @@ def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
 def test_layers_keep_their_own_kv_and_plans_are_reused() -> None:
     paged = Paged(2, 2, 1, [6])
     batch = causal_batch(paged, [6], [6])
-    bound = TorchNativeAttention(paged.pool).plan(batch.layout).bind(batch)
+    bound = torch_native(paged.pool).plan(batch.layout).bind(batch)
     keys, values = paged.normal(LAYERS, 6, 2, DIM), paged.normal(LAYERS, 6, 2, DIM)
     queries = paged.normal(6, 2, DIM)
     for layer in range(LAYERS):

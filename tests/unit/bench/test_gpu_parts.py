@@ -33,9 +33,9 @@ SMALL = replace(
     contexts=(64, 128),
     cycles=2,
     prompts=1,
-    num_steps=3,
+    model_steps=3,
     topk=3,
-    num_draft_tokens=8,
+    nodes=8,
 )
 HOST = {"peer", "served"}  # transformers needs no FlashInfer, and servers run in processes of their own
 SIZES = {"context_length", "max_total_tokens", "tree", "max_running_requests", "chunked_prefill_size", "graph_sizes"}

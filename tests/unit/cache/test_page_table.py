@@ -29,18 +29,18 @@ def test_rows_are_taken_once_and_come_back_empty() -> None:
 
 
 def test_changes_since_the_last_call_bring_a_copy_up_to_date() -> None:
-    table = PageTable(3, 12, 2, mirrored=True)
+    table = PageTable(3, 12, 2, shared=True)
     copy = table.slots.copy()
     rows = [table.take_row() for _ in range(3)]
-    assert table.take_changes().shape == (3, 0)
+    assert table.refresh() is None
     table.assign(rows[0], 0, [3, 1])
     table.assign(rows[2], 0, [7])
     table.assign(rows[1], 0, [8, 9])
     table.assign(rows[0], 2, [5])
     table.release_row(rows[2])
-    row, position, slot = table.take_changes()
+    row, position, slot = table.refresh()
     copy[row, position] = slot
     assert (copy[rows[:2]] == table.slots[rows[:2]]).all()
     assert len({*zip(row.tolist(), position.tolist(), strict=True)}) == len(row) == 10
     assert rows[2] not in row
-    assert table.take_changes().shape == (3, 0)
+    assert table.refresh() is None

@@ -18,7 +18,7 @@ PROMPT = range(1, 38)
 
 
 def sharing() -> Engine:
-    return plain(random_target(400), num_draft_tokens=8, ngram_depth=5, ngram_share_tokens=1 << 12)
+    return plain(random_target(400), nodes=8, ngram_steps=5, ngram_share_tokens=1 << 12)
 
 
 def drafted(engine: Engine, salt: str | None) -> int:

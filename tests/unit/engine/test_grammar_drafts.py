@@ -62,22 +62,22 @@ def allowed(mask: NDArray[np.int32]) -> list[int]:
     return [token for token in range(VOCAB) if allows(mask, token)]
 
 
-def plain_mask(make: Make, text: list[int]) -> list[int] | None:
+def plain_mask(make: Make, tokens: list[int]) -> list[int] | None:
     """The tokens allowed after a text, found as plain decoding finds them; None: a limit ends its request."""
     matcher, mask = new(make), None
-    for length in range(len(text) + 1):
-        mask = matcher.mask(text[:length])
+    for length in range(len(tokens) + 1):
+        mask = matcher.mask(tokens[:length])
     assert mask is not None
     return None if matcher.failure else allowed(mask)
 
 
-def draft(matcher: LLGuidanceMatcher, text: list[int], path: tuple[int, ...]) -> bool:
+def draft(matcher: LLGuidanceMatcher, tokens: list[int], path: tuple[int, ...]) -> bool:
     """Ask for the masks along a path, as drafters do. False: one of its tokens has none, though it is allowed."""
     for length in range(len(path)):
-        mask = matcher.mask(text, path[:length])
+        mask = matcher.mask(tokens, path[:length])
         assert mask is not None
         assert allows(mask, path[length])
-        if matcher.mask(text, path[: length + 1]) is None:
+        if matcher.mask(tokens, path[: length + 1]) is None:
             return False
     return True
 
@@ -218,16 +218,16 @@ class RandomGrammars:
         }
 
 
-def draft_tree(matcher: LLGuidanceMatcher, text: list[int], chance: random.Random) -> list[tuple[int, ...]]:
+def draft_tree(matcher: LLGuidanceMatcher, tokens: list[int], chance: random.Random) -> list[tuple[int, ...]]:
     """Ask for the masks of a random tree, in the order of its growth. Returns the paths that have one."""
     known: list[tuple[int, ...]] = [()]
     for _ in range(chance.randrange(20)):
         path = chance.choice(known[-4:])
-        mask = matcher.mask(text, path)
+        mask = matcher.mask(tokens, path)
         assert mask is not None
         fitting = allowed(mask)
         token = chance.choice(fitting) if fitting and chance.random() < 0.9 else chance.randrange(VOCAB)
-        if matcher.mask(text, (*path, token)) is not None and (*path, token) not in known:
+        if matcher.mask(tokens, (*path, token)) is not None and (*path, token) not in known:
             known.append((*path, token))
     return known[1:]
 

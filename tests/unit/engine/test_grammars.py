@@ -46,8 +46,8 @@ def allowed(mask: np.ndarray) -> set[int]:
     return {token for token in range(VOCAB) if int(mask[token // 32]) >> token % 32 & 1}
 
 
-def root_mask(grammar_matcher: GrammarMatcher, text: list[int]) -> np.ndarray:
-    return tree_masks(grammar_matcher, text, [text[-1]], [-1])[0][0]
+def root_mask(grammar_matcher: GrammarMatcher, tokens: list[int]) -> np.ndarray:
+    return tree_masks(grammar_matcher, tokens, [tokens[-1]], [-1])[0][0]
 
 
 def brute_force(found: CompiledGrammar, output: list[int]) -> set[int] | None:

@@ -27,7 +27,7 @@ def test_captures_keep_what_was_reserved(
         random_head(target, "EAGLE3"),
         steps,
         topk,
-        num_draft_tokens=nodes,
+        nodes=nodes,
         backend="flashinfer",
         graph_sizes=SIZES,
         max_running_requests=max(SIZES),

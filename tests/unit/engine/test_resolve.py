@@ -23,10 +23,10 @@ CASES = {
         ["--speculative-num-steps", "3", "--topk", "1", "--speculative-num-draft-tokens", "8"],
         TreeConfig(3, 1, 4),
     ),
-    "NGRAM": (["--speculative-algorithm", "NGRAM"], TreeConfig(8, 0, 16, ngram_depth=8)),
+    "NGRAM": (["--speculative-algorithm", "NGRAM"], TreeConfig(8, 0, 16, ngram_steps=8)),
     "EAGLE3+NGRAM": (
         ["--speculative-algorithm", "EAGLE3+NGRAM", "--speculative-ngram-share", "--speculative-ngram-share-tokens=99"],
-        TreeConfig(5, 4, 8, ngram_depth=8, ngram_share_tokens=99),
+        TreeConfig(5, 4, 8, ngram_steps=8, ngram_share_tokens=99),
     ),
     "MEDUSA": (
         ["--speculative-algorithm", "MEDUSA", "--medusa-choices", "[(1,), (1, 3)]"],
@@ -37,7 +37,7 @@ CASES = {
             *("--speculative-algorithm", "MEDUSA+NGRAM", "--speculative-num-draft-tokens", "90"),
             *("--medusa-choices", "[(0,)]"),
         ],
-        TreeConfig(1, 1, 90, ((0,),), ngram_depth=8),
+        TreeConfig(1, 1, 90, ((0,),), ngram_steps=8),
     ),
 }
 
@@ -60,7 +60,7 @@ def test_options_become_one_tree_that_the_rope_tables_and_server_info_agree_with
     shown = server_info(config, resolved, models.target)["speculative"]
     if case != "NONE":
         assert (shown["num_steps"], shown["eagle_topk"], shown["num_draft_tokens"], shown["ngram_depth"]) == (
-            *(tree.num_steps, tree.topk, tree.num_draft_tokens, tree.ngram_depth),
+            *(tree.model_steps, tree.topk, tree.nodes, tree.ngram_steps),
         )
     assert shown["algorithm"] == case if case in ("NONE", "NGRAM", "MEDUSA") or "+" in case else "EAGLE3"
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace as with_fields
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, TokenDelta
-from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
+from eagle_server.speculation.static_tree import parse_choices, ranks_of, steps_of
 from eagle_server.worker import output_processing
 from eagle_server.worker.host import HostCopy, _packed, _unpacked
 from tests.lossless.drafters import UNEQUAL
@@ -24,15 +24,15 @@ REPEATING = [3, 4, 5, 6] * 6
 def engine(kind: str) -> Engine:
     target = random_target()
     if kind == "NGRAM":
-        return speculative(target, None, 0, 1, num_draft_tokens=9, ngram_depth=5)
+        return speculative(target, None, 0, 1, nodes=9, ngram_steps=5)
     head = random_head(target, "EAGLE3")
     if kind == "EAGLE3":
         return speculative(target, head)
     if kind == "ragged EAGLE3":
         return thinned(speculative(target, head))
     choices = parse_choices(UNEQUAL)
-    shape: dict[str, Any] = {"choices": choices, "num_draft_tokens": len(choices) + 1}
-    return speculative(target, head, depth_of(choices), ranks_of(choices), **shape)
+    shape: dict[str, Any] = {"choices": choices, "nodes": len(choices) + 1}
+    return speculative(target, head, steps_of(choices), ranks_of(choices), **shape)
 
 
 def deltas(engine: Engine, requests: Sequence[Request]) -> list[TokenDelta]:

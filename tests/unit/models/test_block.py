@@ -223,7 +223,7 @@ def check_rows(engine: Engine, head: BlockHead, spec: BlockSpec) -> list[int]:
     propose = drafter.propose
 
     def watched(draft: Any, batch: Any) -> Any:
-        texts[:] = [(decode.seq_len, list(decode.text)) for decode in batch.decodes]
+        texts[:] = [(decode.seq_len, list(decode.all_tokens)) for decode in batch.decodes]
         return propose(draft, batch)
 
     def compared(roots: Tensor, positions: Tensor, attention: Any) -> Tensor:

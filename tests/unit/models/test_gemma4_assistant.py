@@ -13,7 +13,7 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import Causal, Layout
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.engine.build.pools import make_pool
 from eagle_server.models.checkpoints import load_target as load_target_module
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
@@ -73,7 +73,7 @@ def test_steps_over_the_targets_kv_are_those_of_transformers(case: str, centroid
     tokens = torch.randint(VOCAB, (TEXT + 1,), generator=torch.Generator().manual_seed(1))
     pool, table = make_pool(ours.config, 65, torch.device("cpu")), torch.randperm(64).int()[None] + 1
     pool.poison(torch.arange(1, 65))
-    attention = TorchNativeAttention(pool)
+    attention = torch_native(pool)
 
     def bound(length: int, count: int) -> Any:
         layout = Layout((count,), (length,))

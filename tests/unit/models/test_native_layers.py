@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import Causal, Layout
 from eagle_server.attention.recurrent import PromptRows
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.states import StatePool
 from eagle_server.engine.build.pools import make_pool
 from eagle_server.models.layers import pack_linears
@@ -53,7 +53,7 @@ def prefill(
 ) -> Tensor:
     """The hidden states of TOKENS, in chunks that end at `ends`."""
     pool = make_pool(target.config, 48, CPU)
-    attention, table = TorchNativeAttention(pool), torch.arange(48, dtype=torch.int32)[None]
+    attention, table = torch_native(pool), torch.arange(48, dtype=torch.int32)[None]
     outputs, start = list[Tensor](), 0
     for end in ends:
         layout = Layout((end - start,), (end,))

@@ -125,7 +125,7 @@ def check_rows(engine: Engine, head: PEagleHead, tensors: Tensors, how: Semantic
 
     def compared(draft: Any, batch: Any) -> Any:
         for decode, y in zip(batch.decodes, draft.y, strict=True):
-            text = list(decode.text)
+            text = list(decode.all_tokens)
             assert len(text) == decode.seq_len + 1
             by_hand = rows_by_hand(tensors, text, len(y), how)
             torch.testing.assert_close(head.logits(y), by_hand, rtol=0, atol=1e-4)

@@ -27,9 +27,9 @@ VOCAB, END, STEPS, WINDOW = 5, 0, 3, 6
 GARBAGE = ("a node that was not kept",)
 
 
-def next_token(text: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int]) -> int:
     """What the fake target says after a text. Most texts end with token 0 sooner or later."""
-    return hash(tuple(text)) % 11 % VOCAB
+    return hash(tuple(tokens)) % 11 % VOCAB
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RecordingWorker:
         return CycleResult(tuple(map(self.prefill, plan.chunks)), tuple(decodes))
 
     def prefill(self, chunk: Chunk) -> SequenceOutput:
-        text, end = tuple(chunk.text), chunk.start + len(chunk.tokens)
+        text, end = tuple(chunk.all_tokens), chunk.start + len(chunk.tokens)
         assert text[chunk.start : end] == chunk.tokens
         assert (chunk.next_token is None) == (end == len(text))
         self.read(self.target, chunk.req_pool_index, text, chunk.start, 1)
@@ -75,7 +75,7 @@ class RecordingWorker:
         return SequenceOutput((next_token(text),))
 
     def decode(self, decode: Decode) -> SequenceOutput:
-        row, text, length = decode.req_pool_index, tuple(decode.text), decode.seq_len
+        row, text, length = decode.req_pool_index, tuple(decode.all_tokens), decode.seq_len
         assert len(text) == length + 1
         self.read(self.draft, row, text, self.starts[row], 2)
         self.write(self.draft, row, text, self.starts[row], length, 2)
@@ -94,19 +94,19 @@ class RecordingWorker:
         self.starts[row] = length
         return SequenceOutput(longer[length + 1 :], drafted=STEPS)
 
-    def read(self, pool: dict[int, tuple[int, ...]], row: int, text: tuple[int, ...], end: int, ahead: int) -> None:
+    def read(self, pool: dict[int, tuple[int, ...]], row: int, tokens: tuple[int, ...], end: int, ahead: int) -> None:
         if pool is self.draft and not self.drafts:
             return
         slots = self.kv.table.slots[row, :end].tolist()
-        assert all(pool.get(slot) == text[: p + ahead] for p, slot in enumerate(slots))
+        assert all(pool.get(slot) == tokens[: p + ahead] for p, slot in enumerate(slots))
 
     def write(
-        self, pool: dict[int, tuple[int, ...]], row: int, text: tuple[int, ...], start: int, end: int, ahead: int
+        self, pool: dict[int, tuple[int, ...]], row: int, tokens: tuple[int, ...], start: int, end: int, ahead: int
     ) -> None:
         for p in range(start, end):
             slot = int(self.kv.table.slots[row, p])
             assert slot and slot // self.kv.page_size not in self.cached, "a write to a shared page"
-            pool[slot] = text[: p + ahead]
+            pool[slot] = tokens[: p + ahead]
 
     def check_cached(self) -> None:
         """Every cached page holds the KV of its keys."""
@@ -167,7 +167,7 @@ def test_random_schedules_read_the_right_kv_and_end(seed: int, drafts: bool) -> 
         max_running_requests=rng.choice((1, 3, 8)),
         chunked_prefill_size=rng.choice((1, 5, 16, 64)),
         num_lookahead_slots=WINDOW,
-        spec_steps=STEPS,
+        steps=STEPS,
         uses_features=drafts,
     )
     table = PageTable(limits.max_running_requests, limits.context_length + WINDOW, page)

@@ -25,7 +25,7 @@ LIMITS = SchedulerLimits(
     max_running_requests=8,
     chunked_prefill_size=16,
     num_lookahead_slots=4,
-    spec_steps=3,
+    steps=3,
     uses_features=True,
 )
 

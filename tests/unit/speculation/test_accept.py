@@ -66,8 +66,8 @@ def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[Tree, list[list[int
         tokens.append(ids)
         draws.append(draw_value(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size)))
     deepest = max(len(path_to(links, node)) - 1 for links in parents for node in range(size))
-    spec_steps = deepest + (draw_value(st.integers(0, 2)) if size > 1 else 0)
-    return tree_of(parents, tokens, [3 + r for r in range(bs)], spec_steps), draws
+    steps = deepest + (draw_value(st.integers(0, 2)) if size > 1 else 0)
+    return tree_of(parents, tokens, [3 + r for r in range(bs)], steps), draws
 
 
 @given(trees(distinct=True))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from eagle_server.plan import Decode
 from eagle_server.speculation.merge import best, join_trees
 from eagle_server.speculation.prefix_tree import beam_tree
-from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, sorted_choices, static_tree
+from eagle_server.speculation.static_tree import Choices, ranks_of, sorted_choices, static_tree, steps_of
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.batch import DecodeBatch
@@ -73,11 +73,11 @@ def medusa(draw: st.DrawFn) -> Tree:
     """A proposal of `MedusaDrafter`. The heads' best tokens differ by request and depth."""
     tree, bs = choices(draw), draw(st.integers(1, 3))
 
-    def heads(features: torch.Tensor, depth: int) -> torch.Tensor:
-        return torch.rand(depth, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
+    def heads(features: torch.Tensor, steps: int) -> torch.Tensor:
+        return torch.rand(steps, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
     drafter = MedusaDrafter(cast(Any, heads), DrafterSetup(TreeConfig(choices=tree), CPU))
-    return drafter.propose(torch.zeros(bs, 1), batch_of(bs, num_steps=99, num_draft_tokens=999))
+    return drafter.propose(torch.zeros(bs, 1), batch_of(bs, steps=99, nodes=999))
 
 
 def static(draw: st.DrawFn) -> Tree:
@@ -86,7 +86,7 @@ def static(draw: st.DrawFn) -> Tree:
     parents = static_tree(tree, CPU).parents.expand(bs, -1)
     tokens = torch.tensor([node[-1] for node in sorted_choices(tree)]).expand(bs, -1)
     scores = -torch.tensor([float(len(node)) for node in sorted_choices(tree)]).expand(bs, -1)
-    return build_tree(torch.full((bs,), ROOT), starts(bs), tokens, parents, depth_of(tree), scores)
+    return build_tree(torch.full((bs,), ROOT), starts(bs), tokens, parents, steps_of(tree), scores)
 
 
 def packed_beam(draw: st.DrawFn) -> Tree:
@@ -106,11 +106,11 @@ def trie(draw: st.DrawFn) -> Tree:
     sampling = request_sampling(temperature=draw(st.sampled_from([0.0, 0.8])))
     decodes = tuple(Decode(row, len(text) - 1, text[-1], sampling, text) for row, text in enumerate(texts))
     batch = batch_of(len(texts) + 1, decodes=decodes)
-    depth = draw(st.integers(1, 5))
-    shared = SharedTexts(64, depth) if draw(st.booleans()) else None
+    steps = draw(st.integers(1, 5))
+    shared = SharedTexts(64, steps) if draw(st.booleans()) else None
     if shared is not None:
         shared.add(draw(st.lists(st.integers(0, 2), max_size=20)), known=0)
-    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(2, 12)), shared))
+    drafter = NgramDrafter(NgramTries(steps, draw(st.integers(2, 12)), shared))
     return drafter.propose(None, batch)
 
 
@@ -118,7 +118,7 @@ def joined_trees(draw: st.DrawFn) -> Tree:
     """A dynamic tree joined with a trie of the same requests, cut to the best nodes."""
     pool, grams = candidate_pool(draw), trie(draw)
     requests = torch.arange(min(len(pool.tokens), len(grams.tokens)))
-    union, _ = join_trees(pool.of(requests), grams.of(requests), max(pool.steps, grams.steps))
+    union, _ = join_trees(pool.rows_of(requests), grams.rows_of(requests), max(pool.steps, grams.steps))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     chances = torch.rand(union.tokens[:, 1:].shape, generator=source) * 0.98 + 0.001
     return best(union, chances, draw(st.integers(1, union.size - 1)))
@@ -165,7 +165,7 @@ def test_medusas_buffers_static_trees_and_the_tree_built_of_them_agree(data: st.
     tree = choices(cast(st.DrawFn, data.draw))
     buffers, grown = generate_medusa_buffers(tree), static_tree(tree, CPU)
     nodes = torch.zeros(1, len(tree), dtype=torch.int64)
-    built = build_tree(torch.tensor([ROOT]), torch.tensor([0]), nodes, grown.parents[None], depth_of(tree))
+    built = build_tree(torch.tensor([ROOT]), torch.tensor([0]), nodes, grown.parents[None], steps_of(tree))
     assert built.mask[0].equal(buffers["medusa_attn_mask"][0, 0] == 0)
     assert built.positions[0].equal(buffers["medusa_position_ids"])
     assert ranks_of(tree) == grown.topk <= TOPK

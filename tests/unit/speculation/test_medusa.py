@@ -13,10 +13,10 @@ from eagle_server.speculation.static_tree import (
     PRESETS,
     Choices,
     choice_parents,
-    depth_of,
     parse_choices,
     ranks_of,
     sorted_choices,
+    steps_of,
     truncated,
 )
 from tests.support.reference import TOPK, evaluate_posterior, generate_candidates, generate_medusa_buffers
@@ -98,7 +98,7 @@ def test_published_trees(name: str) -> None:
     assert len(choices) == 63
     assert parse_choices(str([list(node) for node in choices])) == choices
     assert ranks_of(choices) == 10
-    assert depth_of(truncated(choices, 2)) == 2
+    assert steps_of(truncated(choices, 2)) == 2
     assert parse_choices(str(truncated(choices, 2))) == truncated(choices, 2)
 
 

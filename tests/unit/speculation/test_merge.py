@@ -11,7 +11,7 @@ import torch
 from eagle_server.speculation.merge import REFUSED, UNASKED, best, chances, join_trees
 from eagle_server.speculation.tree import Tree, build_tree
 
-DEPTH = 4
+STEPS = 4
 Path = tuple[int, ...]
 
 
@@ -19,7 +19,7 @@ def random_paths(draw: random.Random, size: int, padding: int) -> dict[Path, flo
     """A random tree as paths with estimates. Parents come first, and siblings differ."""
     nodes: dict[Path, float] = {}
     while len(nodes) < size - padding:
-        parent = draw.choice([(), *(path for path in nodes if len(path) < DEPTH)])
+        parent = draw.choice([(), *(path for path in nodes if len(path) < STEPS)])
         nodes.setdefault((*parent, draw.randrange(4)), draw.uniform(0.01, 1.0))
     return nodes
 
@@ -33,7 +33,7 @@ def scored(trees: list[dict[Path, float]], width: int) -> Tree:
             tokens[row, i], parents[row, i] = path[-1], numbers[path[:-1]]
             scores[row, i] = math.log(math.prod(nodes[path[:n]] for n in range(1, len(path) + 1)))
     roots = torch.full((len(trees),), 9)
-    return build_tree(roots, torch.full_like(roots, 3), tokens, parents, DEPTH, scores)
+    return build_tree(roots, torch.full_like(roots, 3), tokens, parents, STEPS, scores)
 
 
 def paths_of(tree: Tree, row: int) -> list[Path]:
@@ -50,7 +50,7 @@ def test_the_union_holds_every_path_once_and_the_best_of_them_are_kept(seed: int
     draw = random.Random(seed)
     first = [random_paths(draw, 10, draw.randrange(3)) for _ in range(3)]
     second = [random_paths(draw, 12, draw.randrange(13)) for _ in range(3)]
-    union, _ = join_trees(scored(first, 10), scored(second, 12), DEPTH)
+    union, _ = join_trees(scored(first, 10), scored(second, 12), STEPS)
     everything = best(union, torch.full((3, 22), 0.5), 22)
     drawn = torch.rand(3, 22, generator=torch.Generator().manual_seed(seed)) * 0.98 + 0.001
     kept = best(union, drawn, 7)
@@ -79,7 +79,7 @@ def path_chances(drawn: torch.Tensor, row: int, first: list[Path], second: list[
 def test_what_each_source_said_of_a_node() -> None:
     first = scored([{(1,): 0.5, (1, 2): 0.4}], 2)
     second = scored([{(1,): 0.9, (3,): 0.1, (3, 4): 0.7, (1, 5): 0.2}], 5)
-    union, estimates = join_trees(first, second, DEPTH)
+    union, estimates = join_trees(first, second, STEPS)
     assert union.tokens.tolist() == [[9, 1, 2, -1, 3, 4, 5, -1]]
     assert union.parents.tolist() == [[-1, 0, 1, 0, 0, 4, 1, 0]]
     said = list(zip(*estimates[:, 0].tolist(), strict=True))
@@ -92,7 +92,7 @@ def test_what_each_source_said_of_a_node() -> None:
 
 def test_a_node_of_both_is_worth_more_and_a_contested_one_half() -> None:
     first, second = scored([{(1,): 0.6, (2,): 0.2}], 2), scored([{(1,): 0.5, (1, 3): 0.8}], 2)
-    union, estimates = join_trees(first, second, DEPTH)
+    union, estimates = join_trees(first, second, STEPS)
     found = chances(estimates)[0].tolist()
     assert found[0] == pytest.approx(0.6 + 0.4 * 0.25)
     assert found[1] == pytest.approx(0.1), "the second proposed another child of the root"

@@ -88,17 +88,17 @@ def batches(choose: st.DrawFn) -> tuple[list[SamplingParams], list[list[int]], l
 def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
     asked, prompts, outputs, links, drafts = batch
     bs, size = len(links), len(links[0])
-    spec_steps = size - 1
+    steps = size - 1
     logits = 3 * torch.randn(bs, size, VOCAB, generator=torch.Generator().manual_seed(seed))
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
     tree = tree_of(links, tokens, [len(text) - 1 for text in texts], size)
     settings = [sampling(*each) for each in zip(asked, prompts, strict=True)]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-    penalizer_state = PenalizerStates(bs, VOCAB, CPU, spec_steps).of(scheduled)
+    penalizer_state = PenalizerStates(bs, VOCAB, CPU, steps).state_of(scheduled)
     paths = tree if size > 1 else None
     given_logits = logits.clone()
-    batch_sampling = replace(SamplingBatch.of(settings, CPU, spec_steps), penalizer_state=penalizer_state)
+    batch_sampling = replace(SamplingBatch.of(settings, CPU, steps), penalizer_state=penalizer_state)
     found = transformed(given_logits, tree.positions + 1, batch_sampling, paths)
     assert torch.equal(given_logits, logits), "log-probabilities are read from these"
     for request in range(bs):
@@ -154,7 +154,7 @@ def test_penalizer_state_follows_its_texts_and_forgets_with_them() -> None:
     scheduled = [Decode(2, 0, 0, setting, first), Decode(0, 0, 0, setting, second)]
 
     def found() -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-        penalizer_state = penalizers.of(scheduled)
+        penalizer_state = penalizers.state_of(scheduled)
         return counts_of(penalizer_state.counts), counts_of(penalizer_state.prompts)
 
     assert found() == ([{}, {1: 2}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
@@ -194,11 +194,11 @@ def test_bad_words_are_forbidden_exactly_after_their_other_tokens(batch, deeper:
     bs, size = len(texts), len(links[0])
     tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
     tree = tree_of(links, tokens, [len(text) - 1 for text in texts], size)
-    spec_steps = int(tree.depths.max()) + deeper
+    steps = int(tree.depths.max()) + deeper
     settings = [request_sampling(bad_words=each) for each in words]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-    penalizer_state = PenalizerStates(bs, 3, CPU, spec_steps).of(scheduled)
-    sampled = replace(SamplingBatch.of(settings, CPU, spec_steps), penalizer_state=penalizer_state)
+    penalizer_state = PenalizerStates(bs, 3, CPU, steps).state_of(scheduled)
+    sampled = replace(SamplingBatch.of(settings, CPU, steps), penalizer_state=penalizer_state)
     paths = tree if size > 1 else None
     with patch.object(transforms, "_WORD_ROWS", at_once):
         found = transformed(torch.zeros(bs, size, 3), tree.positions + 1, sampled, paths)
@@ -216,7 +216,7 @@ def test_beginnings_of_all_lengths_are_compared_side_by_side() -> None:
     words = [(*text[-length:], 50 + length) for length in (40, 1, 17, 2, 3, 5, 16, 4)]
     others = [(9, *text[-length:], 200 + length) for length in (1, 3, 4, 5, 20)]
     tokens = np.array([token for word in (*words, *others) for token in word])
-    beginnings = WordBeginnings(tokens, np.array([len(word) for word in (*words, *others)]), spec_steps=0)
+    beginnings = WordBeginnings(tokens, np.array([len(word) for word in (*words, *others)]), steps=0)
     for known in (40, 39, 16, 4, 1):
         found = {row[0] for row in beginnings.after(text[-known:]).tolist()}
         assert found == {word[-1] for word in words if len(word) - 1 <= known}
@@ -235,20 +235,20 @@ class Allocations(TorchDispatchMode):
 
 def test_a_long_word_costs_nothing_where_the_text_does_not_end_with_its_beginning() -> None:
     """One word of 2,000 tokens beside 200 pairs of tokens, over a tree: no tensor is larger than the logits."""
-    bs, size, vocab, spec_steps = 2, 17, 400, 4
+    bs, size, vocab, steps = 2, 17, 400, 4
     numbers = torch.randint(vocab, (2400,), generator=torch.Generator().manual_seed(2)).tolist()
     words = (tuple(numbers[:2000]), *zip(numbers[2000:2200], numbers[2200:], strict=True))
     settings = [request_sampling(key=row, temperature=0.0, bad_words=words) for row in range(bs)]
     texts = [[*numbers[:1990], number] for number in (1, numbers[2000])]
     links = [[-1, 0, 0, 0, 0, *range(1, 13)]] * bs
     drafts = [[text[-1], *numbers[100 : 99 + size]] for text in texts]
-    tree = tree_of(links, drafts, [len(text) - 1 for text in texts], spec_steps)
+    tree = tree_of(links, drafts, [len(text) - 1 for text in texts], steps)
     logits, positions = torch.zeros(bs, size, vocab), tree.positions + 1
-    penalizers = PenalizerStates(bs, vocab, CPU, spec_steps)
+    penalizers = PenalizerStates(bs, vocab, CPU, steps)
     with Allocations() as allocations:
-        sampled = SamplingBatch.of(settings, CPU, spec_steps)
+        sampled = SamplingBatch.of(settings, CPU, steps)
         scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.of(scheduled)), tree)
+        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.state_of(scheduled)), tree)
     assert found[1, 0, numbers[2200]] == -math.inf
     assert 0 < allocations.largest <= logits.numel()
 
@@ -278,10 +278,10 @@ def test_a_changed_batch_reads_no_list_again(name: str, entries: Iterable[Any], 
 def test_nothing_is_kept_for_requests_without_penalties() -> None:
     penalizers = PenalizerStates(3, VOCAB, CPU)
     setting = request_sampling(key=0, temperature=1.0, bad_words=((1, 2), (3,)), logit_bias=((1, 2.0),))
-    penalizer_state = penalizers.of([Decode(0, 0, 0, setting, [5])])
+    penalizer_state = penalizers.state_of([Decode(0, 0, 0, setting, [5])])
     assert penalizer_state.counts is None and penalizers._counts is None
     assert penalizer_state.begun is None
-    begun = penalizers.of([Decode(0, 0, 0, setting, [5, 1])]).begun
+    begun = penalizers.state_of([Decode(0, 0, 0, setting, [5, 1])]).begun
     assert begun is not None and begun.T.tolist() == [[0, 2, PATH_START]]
 
 

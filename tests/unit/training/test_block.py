@@ -47,9 +47,9 @@ def random_head(target: TargetModel, recipe: BlockRecipe) -> NewBlock:
     return new
 
 
-def lesson_of(target: TargetModel, text: list[int]) -> Lesson:
+def lesson_of(target: TargetModel, tokens: list[int]) -> Lesson:
     """The lesson whose last row is that of the last token but one."""
-    return teach(target, torch.tensor([[*text, 0]]), torch.arange(V))
+    return teach(target, torch.tensor([[*tokens, 0]]), torch.arange(V))
 
 
 @pytest.mark.parametrize("edges", ["none", "selector", "markov"])
@@ -77,7 +77,7 @@ def test_packed_blocks_equal_the_served_rows_and_drafts(
         return served
 
     def compared(draft: Any, batch: Any) -> Any:
-        texts[:] = [list(decode.text)[: decode.seq_len + 1] for decode in batch.decodes]
+        texts[:] = [list(decode.all_tokens)[: decode.seq_len + 1] for decode in batch.decodes]
         tree = propose(draft, batch)
         for text, drafted in zip(texts, tree.tokens[:, 1:].tolist(), strict=True):
             lesson = lesson_of(target, [*text, *drafted])

@@ -23,7 +23,7 @@ MADE_UP = DraftedTree(
 
 
 def test_children_of_accepted_parents_are_tried_and_no_others():
-    counts = RankCounts(depth=3, ranks=3)
+    counts = RankCounts(steps=3, ranks=3)
     counts.add([MADE_UP])
     assert counts.tried == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert counts.hits == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
@@ -32,7 +32,7 @@ def test_children_of_accepted_parents_are_tried_and_no_others():
 
 
 def test_a_parent_with_fewer_children_tries_fewer_ranks():
-    counts = RankCounts(depth=3, ranks=2)
+    counts = RankCounts(steps=3, ranks=2)
     refused = DraftedTree(MADE_UP.tokens, MADE_UP.parents, MADE_UP.scores, path=(0,), emitted=(98,))
     second = DraftedTree(MADE_UP.tokens, MADE_UP.parents, MADE_UP.scores, path=(0, 2), emitted=(12, 97))
     counts.add([refused, second])
@@ -45,7 +45,7 @@ def test_a_parent_with_fewer_children_tries_fewer_ranks():
 
 def test_siblings_are_ranked_by_score_where_there_are_scores():
     tree = DraftedTree((9, 11, 12), (-1, 0, 0), (0.0, -2.0, -1.0), path=(0, 2), emitted=(12, 5))
-    counts = RankCounts(depth=1, ranks=2)
+    counts = RankCounts(steps=1, ranks=2)
     counts.add([tree])
     assert counts.hits == [[1, 0]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import load_native_target, load_target
+from eagle_server.models.checkpoints.load_target import load_family_target, load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
@@ -255,7 +255,7 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
         for what in ("accept length", *(f"step {i}" for i in (1, 2, 3, 4)))
     ]
     write_evaluation(work / "eagle3", dict.fromkeys(["held-out loss", *names], 0.5))
-    key = target_fingerprint(load_native_target(work / "target", progress=False, pack=False))
+    key = target_fingerprint(load_family_target(work / "target", progress=False, pack=False))
     (work / "target-loss.png").write_bytes(b"")
     for name, recipe in zip(DEMO_PARTS, (DEMO_HEAD, *DEMO_TUNINGS), strict=True):
         training = work / name / "training"

@@ -50,7 +50,7 @@ def test_every_beginning_of_the_list_is_a_tree_and_worthless_nodes_are_left_out(
     nodes = [grown.choice for grown in grow(accuracies, 100)]
     assert nodes == [(0,), (1,), (0, 0), (1, 0)]
     assert all(closed(set(nodes[:count])) for count in range(len(nodes)))
-    assert [g.choice for g in grow(accuracies, 100, depth=1)] == [(0,), (1,)]
+    assert [g.choice for g in grow(accuracies, 100, steps=1)] == [(0,), (1,)]
     assert worth_of(accuracies, (0, 0)) == pytest.approx(0.3)
     assert worth_of(accuracies, (0, 0, 0)) == 0.0
 
@@ -68,11 +68,11 @@ def test_the_wide_tree_has_whole_families(count):
     assert max(map(len, nodes)) <= 3
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (5, 5), (16, 3), (23, 5), (64, 4)])
-def test_trees_without_measurement_have_the_requested_size(nodes, depth):
-    for tree in (level_tree(nodes, depth, 8), comb_tree(nodes, depth)):
+@pytest.mark.parametrize(("nodes", "steps"), [(1, 1), (5, 5), (16, 3), (23, 5), (64, 4)])
+def test_trees_without_measurement_have_the_requested_size(nodes, steps):
+    for tree in (level_tree(nodes, steps, 8), comb_tree(nodes, steps)):
         assert len(checked(tree)) == nodes
-        assert max(map(len, tree)) <= depth
+        assert max(map(len, tree)) <= steps
 
 
 def test_full_levels_and_combs():

@@ -22,7 +22,7 @@ STEPS, TOPK, SIZE = 5, 4, 8
 
 def decode(index: int, temperature: float = 0.0, seq_len: int = 100, **given: Any) -> Decode:
     params = SamplingParams(max_tokens=9, seed=0, temperature=temperature)
-    return Decode(index, seq_len, 7, RequestSampling(params, key=index), text=[1, 2, 3], **given)
+    return Decode(index, seq_len, 7, RequestSampling(params, key=index), all_tokens=[1, 2, 3], **given)
 
 
 def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: float = 0.0) -> CostModel:
@@ -36,10 +36,10 @@ def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: 
 
 def draft(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, chances: dict[int, float]) -> None:
     """One node per level; each is accepted with its request's chance if its parent is."""
-    depths = np.arange(1, chosen.num_steps + 1)
+    depths = np.arange(1, chosen.steps + 1)
     if chosen.drafting:
         logp = np.stack([depths * math.log(chances[number]) for number in chosen.drafting])
-        budget.drafted([decodes[number] for number in chosen.drafting], logp, np.tile(depths - 1, (len(logp), 1)))
+        budget.saw_trees([decodes[number] for number in chosen.drafting], logp, np.tile(depths - 1, (len(logp), 1)))
 
 
 def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 60) -> list[CycleBudget]:
@@ -59,15 +59,15 @@ def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles
 def take(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, chance: float) -> None:
     """The cycle takes as long as the model says, and gives as many tokens as are expected."""
     count, drafting = float(len(decodes)), float(len(chosen.drafting))
-    levels = [d for d in range(1, chosen.num_steps + 1) if d * math.log(chance) >= chosen.least_logp - 1e-9]
+    levels = [d for d in range(1, chosen.steps + 1) if d * math.log(chance) >= chosen.least_logp - 1e-9]
     tokens = count + drafting * sum(chance**depth for depth in levels)
     kv, costs = float(sum(each.seq_len for each in decodes)), budget.costs
     seconds = costs.verify.at(count, kv)
     if drafting:
-        option = next(n for n, each in enumerate(budget.prospects.options) if each[0] >= chosen.num_steps)
+        option = next(n for n, each in enumerate(budget.prospects.options) if each[0] >= chosen.steps)
         nodes = np.full((len(budget.prospects.options), 1), drafting * len(levels))
         seconds = float(budget._seconds(len(decodes), nodes, np.array([drafting]), kv)[option, 0])
-    budget.took(len(decodes), drafted=bool(chosen.drafting), tokens=round(tokens), seconds=seconds)
+    budget.took(len(decodes), has_drafted=bool(chosen.drafting), tokens=round(tokens), seconds=seconds)
 
 
 def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
@@ -77,7 +77,7 @@ def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
 def test_cheap_rows_and_good_drafts_get_the_whole_depth() -> None:
     last = settled(adaptive(costs(1e-5)), [decode(0)], 0.9)[-1]
     assert last.drafting == (0,)
-    assert last.num_steps == STEPS
+    assert last.steps == STEPS
 
 
 def test_dear_rows_get_none_of_bad_drafts() -> None:
@@ -88,7 +88,7 @@ def test_dear_rows_get_none_of_bad_drafts() -> None:
 
 def test_depth_is_cut_where_the_next_level_does_not_pay() -> None:
     budget = settled(adaptive(costs(1e-4, step=2e-3)), [decode(0)], 0.5)[-1]
-    assert 0 < budget.num_steps < STEPS
+    assert 0 < budget.steps < STEPS
 
 
 def test_the_load_switches_drafting_off_and_on_again() -> None:
@@ -113,7 +113,7 @@ def test_a_request_that_was_not_believed_is_probed_and_comes_back() -> None:
     assert settled(budget, alone, 0.02)[-1].drafting == ()
     later = settled(budget, alone, 0.95, cycles=3000)
     assert sum(len(each.drafting) for each in later[-100:]) > 80
-    assert settled(budget, alone, 0.95)[-1].num_steps == STEPS, "also the levels that were not drafted meanwhile"
+    assert settled(budget, alone, 0.95)[-1].steps == STEPS, "also the levels that were not drafted meanwhile"
 
 
 def test_lessons_draft_for_greedy_requests_until_the_draft_is_judged() -> None:
@@ -136,7 +136,7 @@ def test_the_first_lessons_draft_even_where_nothing_is_expected() -> None:
         chosen = budget.choose(decodes, [True, True], lesson=True)
         assert chosen.drafting == (0, 1)
         draft(budget, decodes, chosen, {0: 0.5, 1: 0.5})
-        budget.took(2, drafted=True, tokens=2, seconds=1.0)
+        budget.took(2, has_drafted=True, tokens=2, seconds=1.0)
     assert budget._credit == 0.0
     assert budget.choose(decodes, [True, True], lesson=True).drafting == ()
     assert budget.choose(decodes, [True, True]).drafting == ()
@@ -150,10 +150,10 @@ def test_requests_that_must_not_draft_do_not() -> None:
 def test_graphs_have_a_ladder_of_shapes() -> None:
     shapes = ((5, 8), (3, 4), (2, 2))
     few = settled(adaptive(costs(1e-5), shapes=shapes), [decode(0)], 0.9)[-1]
-    assert (few.num_steps, few.num_draft_tokens) == (5, 8)
+    assert (few.steps, few.nodes) == (5, 8)
     assert few.least_logp == -math.inf
     some = settled(adaptive(costs(6e-4), shapes=shapes), [decode(i) for i in range(8)], 0.75)[-1]
-    assert (some.num_steps, some.num_draft_tokens) in shapes[1:]
+    assert (some.steps, some.nodes) in shapes[1:]
     assert len(some.drafting) == 8
     assert len(settled(adaptive(costs(2e-3), shapes=shapes), [decode(i) for i in range(8)], 0.2)[-1].drafting) <= 1
 
@@ -176,7 +176,7 @@ def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> N
         return tokens / (verify + extend + proposing)
 
     best = max(range(STEPS + 1), key=rate)
-    kept = sum(depth * math.log(chance) >= chosen.least_logp - 1e-9 for depth in range(1, chosen.num_steps + 1))
+    kept = sum(depth * math.log(chance) >= chosen.least_logp - 1e-9 for depth in range(1, chosen.steps + 1))
     assert rate(kept if len(chosen.drafting) > 1 else 0) > 0.98 * rate(best)
 
 
@@ -186,8 +186,10 @@ def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() ->
         chosen = budget.choose(decodes, [True] * 16, lesson=cycle % 8 == 0)
         if cycle % 8 == 0:
             draft(budget, decodes, chosen, dict.fromkeys(range(16), 0.6))
-        drafted = bool(chosen.drafting)
-        budget.took(16, drafted=drafted, tokens=30 if drafted else 16, seconds=30e-3 if drafted else 12e-3)
+        has_drafted = bool(chosen.drafting)
+        budget.took(
+            16, has_drafted=has_drafted, tokens=30 if has_drafted else 16, seconds=30e-3 if has_drafted else 12e-3
+        )
     assert sum(len(budget.choose(decodes, [True] * 16).drafting) > 1 for _ in range(50)) == 0
     assert budget.state().choice.startswith("off, because it was measured to be slower than plain decoding")
     few = sum(len(each.drafting) for each in settled(budget, decodes[:1], 0.6, cycles=100)[50:])
@@ -198,10 +200,8 @@ def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() ->
 def test_no_deeper_tree_is_chosen_than_the_requests_may_keep(left: int) -> None:
     budget = adaptive(costs(1e-5))
     settled(budget, [decode(0)], 0.9)
-    assert settled(budget, [decode(0, tokens_left=left)], 0.9)[-1].num_steps == left - 1
-    assert settled(budget, [decode(0)], 0.9)[-1].num_steps == STEPS, (
-        "what was chosen for short ones holds for these only"
-    )
+    assert settled(budget, [decode(0, tokens_left=left)], 0.9)[-1].steps == left - 1
+    assert settled(budget, [decode(0)], 0.9)[-1].steps == STEPS, "what was chosen for short ones holds for these only"
 
 
 def test_a_level_that_pays_only_with_those_below_it_is_not_drafted_for_the_last_tokens() -> None:
@@ -209,7 +209,7 @@ def test_a_level_that_pays_only_with_those_below_it_is_not_drafted_for_the_last_
     model = costs(1e-5, step=1e-3)
     model.extend.fit({1: 14e-3, 1000: 14e-3})
     budget = adaptive(model)
-    assert settled(budget, [decode(0)], 0.9, cycles=100)[-1].num_steps == STEPS
+    assert settled(budget, [decode(0)], 0.9, cycles=100)[-1].steps == STEPS
     assert settled(budget, [decode(0, tokens_left=2)], 0.9)[-1].drafting == ()
 
 
@@ -221,13 +221,13 @@ def test_what_was_lost_on_short_answers_is_noticed_between_their_prompts(apart: 
     for cycle in range(600):
         if cycle % (apart + 1) == apart:  # the request's last token, which needs no draft
             assert budget.choose([decode(0, tokens_left=1)], [False]) == NOTHING
-            budget.took(1, drafted=False, tokens=1, seconds=5e-3)
+            budget.took(1, has_drafted=False, tokens=1, seconds=5e-3)
             continue
         chosen = budget.choose(decodes, [True], lesson=cycle % 16 == 0)
         if cycle % 16 == 0:
             draft(budget, decodes, chosen, {0: 0.9})
         drafts = bool(chosen.drafting)
-        budget.took(1, drafted=drafts, tokens=2 if drafts else 1, seconds=12e-3 if drafts else 5e-3)
+        budget.took(1, has_drafted=drafts, tokens=2 if drafts else 1, seconds=12e-3 if drafts else 5e-3)
         drafted += drafts and cycle >= 400
     assert not drafted
 
@@ -249,9 +249,9 @@ def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     chances = np.log(np.array([[0.6, second, 0.36, 0.6 * second, 0.6 * second, second**2, 0.001]]))
     for _ in range(40):
         assert budget.choose(decodes, [True], lesson=True).topk == 0, "a lesson has all nodes"
-        budget.drafted(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]))
+        budget.saw_trees(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]))
     for _ in range(POLICY.plain_cycles):
-        budget.took(1, drafted=False, tokens=1, seconds=1e-2)
+        budget.took(1, has_drafted=False, tokens=1, seconds=1e-2)
     chosen = budget.choose(decodes, [True])
     assert (chosen.drafting, chosen.topk) == ((0,), width)
 

@@ -13,13 +13,15 @@ from eagle_server.worker.drafters.ngram.drafter import NgramTries
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from tests.support.sampling import request_sampling
 
-DEPTH, NODES = 3, 40
+STEPS, NODES = 3, 40
 # After 1 came 2 and 3, and after 1 2 came 4 and 5, all equally often; 6 came after 1 3.
 TEXT = [1, 2, 4, 8, 1, 3, 6, 8, 1, 2, 5, 8, 1, 3, 6, 8, 1, 2, 4, 8, 1, 2, 5, 8, 9, 1]
 
 
-def decode(seed: int, temperature: float = 1.0, text: list[int] = TEXT) -> Decode:
-    return Decode(0, len(text) - 1, text[-1], request_sampling(request_key(seed, 0), temperature=temperature), text)
+def decode(seed: int, temperature: float = 1.0, tokens: list[int] = TEXT) -> Decode:
+    return Decode(
+        0, len(tokens) - 1, tokens[-1], request_sampling(request_key(seed, 0), temperature=temperature), tokens
+    )
 
 
 def noise(each: Decode, depth: int) -> torch.Tensor:
@@ -28,7 +30,7 @@ def noise(each: Decode, depth: int) -> torch.Tensor:
 
 def test_half_of_an_estimate_follows_from_the_noise() -> None:
     each, estimates = decode(3), {2: 0.5, 3: 0.3}
-    for depth in range(DEPTH):
+    for depth in range(STEPS):
         g = noise(each, depth).double()
         scores = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
         scores[:2] += g[[2, 3]]
@@ -45,7 +47,7 @@ def test_equally_frequent_continuations_rank_by_the_noise_of_their_depth() -> No
     firsts = set()
     for seed in range(12):
         each = decode(seed)
-        trie = NgramTries(DEPTH, NODES).of(each)
+        trie = NgramTries(STEPS, NODES).trie_of(each)
         below = [
             token for token, parent in zip(trie.tokens, trie.parents, strict=True) if parent == trie.tokens.index(2) + 1
         ]
@@ -63,10 +65,10 @@ def test_equally_frequent_continuations_rank_by_the_noise_of_their_depth() -> No
 def test_texts_of_other_requests_rank_by_the_noise_of_this_one() -> None:
     firsts = set()
     for seed in range(12):
-        shared = SharedTexts(1000, DEPTH)
+        shared = SharedTexts(1000, STEPS)
         shared.add([7, 1, 2, 8, 7, 1, 3, 8])
-        each = decode(seed, text=[7, 1])
-        trie = NgramTries(DEPTH, NODES, shared).of(each)
+        each = decode(seed, tokens=[7, 1])
+        trie = NgramTries(STEPS, NODES, shared).trie_of(each)
         g = noise(each, 0)
         assert trie.tokens[0] == (2 if g[2] > g[3] else 3)
         firsts.add(trie.tokens[0])
@@ -74,7 +76,7 @@ def test_texts_of_other_requests_rank_by_the_noise_of_this_one() -> None:
 
 
 def test_greedy_requests_and_uncoupled_tries_estimate_by_counts_alone() -> None:
-    plain = NgramTries(DEPTH, NODES, coupling=False).of(decode(5))
+    plain = NgramTries(STEPS, NODES, coupling=False).trie_of(decode(5))
     assert coupled_estimates(decode(5, temperature=0.0)) is None
-    assert NgramTries(DEPTH, NODES).of(decode(5, temperature=0.0)) == plain
-    assert NgramTries(DEPTH, NODES).of(decode(5)) != plain
+    assert NgramTries(STEPS, NODES).trie_of(decode(5, temperature=0.0)) == plain
+    assert NgramTries(STEPS, NODES).trie_of(decode(5)) != plain

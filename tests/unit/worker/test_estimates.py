@@ -20,7 +20,7 @@ def chain(guesses: list[float]) -> Tree:
 
 
 def test_before_any_count_an_estimate_is_the_guess() -> None:
-    found = AcceptanceEstimates(CPU).of(chain([0.9, 0.5]), torch.tensor([0]))
+    found = AcceptanceEstimates(CPU).estimate(chain([0.9, 0.5]), torch.tensor([0]))
     torch.testing.assert_close(found.path_logp.exp(), torch.tensor([[0.9, 0.45]]))
     torch.testing.assert_close(found.guesses.exp(), torch.tensor([[0.9, 0.5]]))
 
@@ -37,12 +37,14 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
     }  # by temperature and depth, all guessed as 0.55
     for _ in range(400):
         for temperature_bin in (0, 1, 2):
-            found = estimates.of(chain([0.55, 0.55]), torch.tensor([temperature_bin]))
+            found = estimates.estimate(chain([0.55, 0.55]), torch.tensor([temperature_bin]))
             accepted = random.random(2) < [chances[temperature_bin, 1], chances[temperature_bin, 2]]
             places = np.full(2, temperature_bin), np.array([1, 2]), np.zeros(2, dtype=int)
             estimates.observe(found.guesses[0].numpy(), places, accepted)
     for temperature_bin in (0, 1, 2):
-        first, second = estimates.of(chain([0.55, 0.55]), torch.tensor([temperature_bin])).path_logp[0].exp().tolist()
+        first, second = (
+            estimates.estimate(chain([0.55, 0.55]), torch.tensor([temperature_bin])).path_logp[0].exp().tolist()
+        )
         assert abs(first - chances[temperature_bin, 1]) < 0.06
         assert abs(second / first - chances[temperature_bin, 2]) < 0.1
 
@@ -50,16 +52,16 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
 def test_a_child_never_outranks_its_parent() -> None:
     estimates = AcceptanceEstimates(CPU)
     for _ in range(200):
-        found = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0]))
+        found = estimates.estimate(chain([0.5, 0.95, 0.95]), torch.tensor([0]))
         accepted = np.array([False, True, True])
         nothing = np.zeros(3, dtype=int)
         estimates.observe(found.guesses[0].numpy(), (nothing, np.array([1, 2, 3]), nothing), accepted)
-    logp = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0])).path_logp[0]
+    logp = estimates.estimate(chain([0.5, 0.95, 0.95]), torch.tensor([0])).path_logp[0]
     assert (logp.diff() < 0).all()
 
 
 def test_padding_is_never_worth_a_row() -> None:
-    found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), torch.tensor([0]))
+    found = AcceptanceEstimates(CPU).estimate(chain([0.9, -1.0]), torch.tensor([0]))
     assert found.path_logp[0, 1] == -torch.inf
 
 
@@ -73,6 +75,6 @@ def test_second_children_are_corrected_for_themselves() -> None:
         places = np.zeros(2, dtype=int), np.ones(2, dtype=int), np.array([0, 1])
         estimates.observe(scores[0].numpy(), places, accepted)
     wanted = torch.tensor([[0.45, 0.2]])
-    torch.testing.assert_close(estimates.of(tree, torch.tensor([0])).path_logp.exp(), wanted, atol=0.08, rtol=0)
+    torch.testing.assert_close(estimates.estimate(tree, torch.tensor([0])).path_logp.exp(), wanted, atol=0.08, rtol=0)
     found = estimates.corrected(scores, torch.tensor([0]), 0)
-    torch.testing.assert_close(found, estimates.of(tree, torch.tensor([0])).path_logp)
+    torch.testing.assert_close(found, estimates.estimate(tree, torch.tensor([0])).path_logp)

@@ -87,7 +87,7 @@ def test_what_a_cycle_learns_from_outlives_its_verification(drafts: str, monkeyp
         max_running_requests=8,
         stand_ins={"flashinfer": Emulation(), "recorder": FirstCallRecorder()},
         estimating=True,
-        ngram_depth=3 if drafts == "EAGLE3+NGRAM" else 0,
+        ngram_steps=3 if drafts == "EAGLE3+NGRAM" else 0,
     )
     asked = [request(i, range(1, 9 + i), ignore_eos=True) for i in range(6)]
     run(engine, [structs.replace(each, speculative=i < 3) for i, each in enumerate(asked)])

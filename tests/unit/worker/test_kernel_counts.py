@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
         head,
         6,
         8,
-        num_draft_tokens=64,
+        nodes=64,
         backend="flashinfer",
         graph_sizes=(1,),
         max_running_requests=2,

@@ -18,48 +18,48 @@ from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
 from tests.support.sampling import request_sampling
 
-DEPTH, BUDGET = 4, 6
+STEPS, BUDGET = 4, 6
 
 
-def scheduled(row: int, text: Sequence[int]) -> Decode:
+def scheduled(row: int, tokens: Sequence[int]) -> Decode:
     sampling = request_sampling(temperature=0.0)
-    return Decode(row, len(text) - 1, text[-1] if text else 0, sampling, text)
+    return Decode(row, len(tokens) - 1, tokens[-1] if tokens else 0, sampling, tokens)
 
 
-def from_scratch(text: Sequence[int]) -> Trie:
-    automaton = SuffixAutomaton(DEPTH)
-    automaton.extend(text)
+def from_scratch(tokens: Sequence[int]) -> Trie:
+    automaton = SuffixAutomaton(STEPS)
+    automaton.extend(tokens)
     return automaton.continuations(BUDGET)
 
 
 def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
     for more in ([], [3], [1, 2, 3, 4], [1], [2, 3]):
         text.extend(more)
-        assert tries.of(scheduled(7, text)) == from_scratch(text)
+        assert tries.trie_of(scheduled(7, text)) == from_scratch(text)
 
 
 def test_a_row_that_another_request_took_over_is_read_anew() -> None:
     """Even where its text begins with all that the row's last one held."""
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
-    tries.of(scheduled(0, text))
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
+    tries.trie_of(scheduled(0, text))
     for other in ([1, 2, 3, 1, 2, 9, 1], [4, 5, 4], [1, 2, 3, 1, 2]):
-        assert tries.of(scheduled(0, other)) == from_scratch(other)
+        assert tries.trie_of(scheduled(0, other)) == from_scratch(other)
 
 
 def test_a_resumed_request_is_read_in_its_new_row() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
-    first = tries.of(scheduled(0, text))
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
+    first = tries.trie_of(scheduled(0, text))
     tries.forget(0)
-    assert tries.of(scheduled(3, text)) == first
+    assert tries.trie_of(scheduled(3, text)) == first
     tries.forget(5)  # one that never decoded
 
 
 def test_a_text_that_was_cut_is_read_anew() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2, 3, 1]
-    tries.of(scheduled(0, text))
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2, 3, 1]
+    tries.trie_of(scheduled(0, text))
     del text[4:]
-    assert tries.of(scheduled(0, text)) == from_scratch(text)
+    assert tries.trie_of(scheduled(0, text)) == from_scratch(text)
 
 
 def tokens_read(tries: NgramTries) -> int:
@@ -68,7 +68,7 @@ def tokens_read(tries: NgramTries) -> int:
 
 def propose(tries: NgramTries, decodes: Sequence[Decode]) -> list[list[int]]:
     """The tokens that a cycle drafts for these requests."""
-    lens = tuple(len(decode.text) for decode in decodes)
+    lens = tuple(len(decode.all_tokens) for decode in decodes)
     seq_lens = torch.tensor(lens)
     batch = SimpleNamespace(decodes=tuple(decodes), seq_lens_host=lens, seq_lens=seq_lens, verified_id=seq_lens)
     nodes = NgramDrafter(tries).propose(None, cast(DecodeBatch, cast(Any, batch)))
@@ -81,7 +81,7 @@ def long_text(length: int) -> list[int]:
 
 
 def test_a_cycle_reads_a_limited_number_of_tokens_of_all_long_texts() -> None:
-    tries, texts = NgramTries(DEPTH, BUDGET + 1, SharedTexts(100_000, DEPTH)), [long_text(n) for n in (9000, 8000, 20)]
+    tries, texts = NgramTries(STEPS, BUDGET + 1, SharedTexts(100_000, STEPS)), [long_text(n) for n in (9000, 8000, 20)]
     assert tries.shared is not None
     before = shared = 0
     while before < sum(map(len, texts)):
@@ -91,42 +91,42 @@ def test_a_cycle_reads_a_limited_number_of_tokens_of_all_long_texts() -> None:
         assert 0 < now - before <= _PER_CYCLE + 3 * _GROWTH
         assert tries.shared.length - shared <= 2 * (_PER_CYCLE + 3 * _GROWTH), "new tokens, and context before them"
         before, shared = now, tries.shared.length
-    assert NgramTries(DEPTH, BUDGET + 1).of(scheduled(2, texts[2])) == from_scratch(texts[2])
+    assert NgramTries(STEPS, BUDGET + 1).trie_of(scheduled(2, texts[2])) == from_scratch(texts[2])
 
 
 def test_a_prompt_is_read_while_it_is_prefilled() -> None:
-    tries, text, size = NgramTries(DEPTH, BUDGET + 1), long_text(20_000), 4000
+    tries, text, size = NgramTries(STEPS, BUDGET + 1), long_text(20_000), 4000
     for start in range(0, len(text), size):
         assert tokens_read(tries) == start
         tries.read_prompts(
-            (Chunk(4, start, tuple(text[start : start + size]), 0, scheduled(4, text).sampling, text=text),)
+            (Chunk(4, start, tuple(text[start : start + size]), 0, scheduled(4, text).sampling, all_tokens=text),)
         )
     assert tokens_read(tries) == len(text)
-    assert tries.of(scheduled(4, text)) == from_scratch(text)
+    assert tries.trie_of(scheduled(4, text)) == from_scratch(text)
 
 
 def test_of_a_text_beyond_the_limit_the_newest_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_drafter, "_MOST", 100)
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [token % 7 for token in range(90)]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [token % 7 for token in range(90)]
     for _ in range(30):
         text.extend(text[-40:-31])
-        found = tries.of(scheduled(0, text))
+        found = tries.trie_of(scheduled(0, text))
         assert 40 <= tokens_read(tries) <= 100
         assert found == from_scratch(text[-tokens_read(tries) :])
     other = list(range(250))
-    tries.of(scheduled(1, other))
+    tries.trie_of(scheduled(1, other))
     assert tries._readers[1].start == 200
 
 
 def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
-    drafter = NgramDrafter(NgramTries(DEPTH, BUDGET + 1))
+    drafter = NgramDrafter(NgramTries(STEPS, BUDGET + 1))
     decodes = (scheduled(0, [1, 2, 1]), scheduled(1, [1, 2, 3]))
     seq_lens, roots = torch.tensor([2, 2, 1, 1]), torch.full((4,), 9)
     batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), seq_lens=seq_lens, verified_id=roots)
     nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
     assert nodes.tokens.shape == nodes.parents.shape == (4, BUDGET + 1)
-    assert nodes.steps == DEPTH
+    assert nodes.steps == STEPS
     assert nodes.tokens[0].tolist() == [9, 2, 1, 2, 1, -1, -1]
     assert nodes.parents[0].tolist() == [-1, 0, 1, 2, 3, 0, 0]
     assert (nodes.tokens[1:, 1:] == -1).all()
@@ -136,7 +136,7 @@ def test_requests_without_a_match_and_padding_draft_nothing() -> None:
 def test_a_trie_travels_as_integers_and_scores_are_those_of_paths() -> None:
     trie = Trie([5, 6, 9], [0, 1, 0], [0.25, 0.999, 0.125])
     numbers = torch.from_numpy(packed([trie], size=2, width=4))
-    nodes = trie_tree(torch.tensor([8, 9]), torch.tensor([3, 4]), numbers, DEPTH)
+    nodes = trie_tree(torch.tensor([8, 9]), torch.tensor([3, 4]), numbers, STEPS)
     assert nodes.tokens.tolist() == [[8, 5, 6, 9, -1], [9, *[-1] * 4]]
     assert nodes.parents.tolist() == [[-1, 0, 1, 0, 0], [-1, *[0] * 4]]
     assert nodes.scores is not None

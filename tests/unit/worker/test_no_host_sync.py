@@ -185,16 +185,16 @@ def test_no_cycle_with_typical_acceptance_waits_for_the_device(monkeypatch: pyte
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3", "REDRAFTER"])
 def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
+    device, count = cycles(monkeypatch, 4, {"ngram_steps": 5}, kind)
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.parametrize("ngram_depth", [0, 5])
+@pytest.mark.parametrize("ngram_steps", [0, 5])
 @pytest.mark.deep
-def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
+def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_steps: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
-    shape = {"choices": choices, "num_draft_tokens": len(choices) + 1, "ngram_depth": ngram_depth}
+    shape = {"choices": choices, "nodes": len(choices) + 1, "ngram_steps": ngram_steps}
     device, count = cycles(monkeypatch, 10, shape, "MEDUSA")
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"

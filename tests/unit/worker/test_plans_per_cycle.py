@@ -28,8 +28,8 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "chain": {"topk": 1},
     "tree, cascade": {"verify_attention": "cascade", "draft_attention": "cascade"},
     "tree, a query per node": {"draft_attention": "per_node"},
-    "tree and n-grams": {"ngram_depth": 4},
-    "static tree": {"topk": 10, "choices": CHOICES, "num_draft_tokens": len(CHOICES) + 1},
+    "tree and n-grams": {"ngram_steps": 4},
+    "static tree": {"topk": 10, "choices": CHOICES, "nodes": len(CHOICES) + 1},
 }
 
 
@@ -105,9 +105,9 @@ def test_a_cycle_plans_each_wrapper_once_and_waits_for_no_copy(
     device: Device, drafting: str, graph_sizes: tuple[int, ...]
 ) -> None:
     target = random_target()
-    shape = {"topk": 4, "num_steps": 4, **DRAFTING[drafting]}
+    shape = {"topk": 4, "model_steps": 4, **DRAFTING[drafting]}
     if shape["topk"] == 1:
-        shape["num_draft_tokens"] = tree_size(4, 1)
+        shape["nodes"] = tree_size(4, 1)
     settings = {"backend": "flashinfer", "graph_sizes": graph_sizes, "max_running_requests": 4, "poison": False}
     stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
     head = random_head(target, "EAGLE3")

@@ -13,11 +13,11 @@ from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts, blended
 from eagle_server.worker.drafters.ngram.suffix_automaton import Trie
 from tests.unit.worker.test_ngram_tries import scheduled
 
-DEPTH = 4
+STEPS = 4
 
 
 def shared(*texts: Sequence[int], capacity: int = 1000) -> SharedTexts:
-    memory = SharedTexts(capacity, DEPTH)
+    memory = SharedTexts(capacity, STEPS)
     for text in texts:
         memory.add(text)
     return memory
@@ -48,7 +48,7 @@ def test_nothing_is_found_across_texts() -> None:
 
 
 def test_pieces_of_one_text_are_read_as_one() -> None:
-    text, memory = [1, 2, 3, 4, 5, 6, 7, 8], SharedTexts(1000, DEPTH)
+    text, memory = [1, 2, 3, 4, 5, 6, 7, 8], SharedTexts(1000, STEPS)
     memory.add(text[:4])
     memory.add(text, known=4)
     for end in (2, 4, 6):
@@ -58,7 +58,7 @@ def test_pieces_of_one_text_are_read_as_one() -> None:
 
 @pytest.mark.parametrize("capacity", [1, 50, 64])
 def test_the_newest_texts_are_kept_and_memory_is_bounded(capacity: int) -> None:
-    draw, memory = random.Random(0), SharedTexts(capacity, DEPTH)
+    draw, memory = random.Random(0), SharedTexts(capacity, STEPS)
     sizes = [len(each) for each in (memory._tokens, memory._before, memory._newest)]
     for number in range(200):
         memory.add([100 + number, *(draw.randrange(5) for _ in range(draw.randrange(30)))])
@@ -89,20 +89,20 @@ def test_a_blend_asks_the_longer_context_first_and_the_own_text_at_equal_length(
 
 
 def test_requests_read_what_others_wrote_finished_or_running() -> None:
-    tries = NgramTries(DEPTH, 7, SharedTexts(1000, DEPTH))
+    tries = NgramTries(STEPS, 7, SharedTexts(1000, STEPS))
     short, long = [1, 2, 3, 4, 5], [20, *range(100, 170)]
-    tries.of(scheduled(0, short))
-    tries.of(scheduled(1, long))
-    assert paths(tries.of(scheduled(2, [100, 101])))[0] == (102,), "a running request's prompt"
-    assert not tries.of(scheduled(3, [2, 3])).tokens, "too little to tell while it runs"
+    tries.trie_of(scheduled(0, short))
+    tries.trie_of(scheduled(1, long))
+    assert paths(tries.trie_of(scheduled(2, [100, 101])))[0] == (102,), "a running request's prompt"
+    assert not tries.trie_of(scheduled(3, [2, 3])).tokens, "too little to tell while it runs"
     short.append(6)
     tries.forget(0)
-    assert paths(tries.of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
+    assert paths(tries.trie_of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
     salted = replace(scheduled(4, [200, 201, 202]), shares_text=False)
-    assert not tries.of(replace(scheduled(5, [100, 101]), shares_text=False)).tokens, "it reads no other text"
-    tries.of(salted)
+    assert not tries.trie_of(replace(scheduled(5, [100, 101]), shares_text=False)).tokens, "it reads no other text"
+    tries.trie_of(salted)
     tries.forget(4)
-    assert not tries.of(scheduled(2, [200, 201])).tokens, "and no other reads its text"
-    alone = NgramTries(DEPTH, 7)
-    alone.of(scheduled(1, long))
-    assert not alone.of(scheduled(2, [100, 101])).tokens
+    assert not tries.trie_of(scheduled(2, [200, 201])).tokens, "and no other reads its text"
+    alone = NgramTries(STEPS, 7)
+    alone.trie_of(scheduled(1, long))
+    assert not alone.trie_of(scheduled(2, [100, 101])).tokens

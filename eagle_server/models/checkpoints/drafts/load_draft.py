@@ -91,12 +91,12 @@ def load_draft(  # noqa: PLR0913
         read_config(files.directory)  # raises
     if row.is_model:
         return format_of(row).load(files, target, how)
-    drafted: DraftedTarget = target
+    drafted_for: DraftedTarget = target
     if target.config.split is not None:
         assert target_path is not None, "a split target is read again, whole"
-        drafted = WholeVocabulary(target.config, resolve_checkpoint(target_path), target.embed.device, quantization)
+        drafted_for = WholeVocabulary(target.config, resolve_checkpoint(target_path), target.embed.device, quantization)
     with created_as(target.embed.dtype, target.embed.device):
-        head = format_of(row).load(files, drafted, how)
+        head = format_of(row).load(files, drafted_for, how)
         if token_map is not None and isinstance(head, PostNormHead):
             head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
         elif token_map is not None:

@@ -30,7 +30,7 @@ _MOST = 1 << 17  # tokens in an automaton; of a longer text the newest half of t
 class _Reader:
     """A request's growing list of tokens, and its automaton of those from `start` on. `shared` tokens are shared."""
 
-    text: Sequence[int]
+    tokens: Sequence[int]
     automaton: SuffixAutomaton
     shares_text: bool = True
     start: int = 0
@@ -50,11 +50,10 @@ class NgramTries:
     Without sharing, the trie of a text that was read to its end is a function of its newest tokens alone.
     """
 
-    def __init__(
-        self, depth: int, num_draft_tokens: int, shared: SharedTexts | None = None, *, coupling: bool = True
-    ) -> None:
+    def __init__(self, steps: int, nodes: int, shared: SharedTexts | None = None, *, coupling: bool = True) -> None:
         """`coupling`: above temperature 0, rank by the noise of the target's draws as well."""
-        self.depth, self.max_nodes, self.shared, self.coupling = depth, num_draft_tokens - 1, shared, coupling
+        self.steps, self.shared, self.coupling = steps, shared, coupling
+        self.drafts = nodes - 1  # the most nodes of a trie, which leaves the root out
         self._readers: dict[int, _Reader] = {}
 
     def forget(self, req_pool_index: int) -> None:
@@ -76,13 +75,13 @@ class NgramTries:
 
     def is_certain(self, trie: Trie) -> bool:
         """Whether other drafters could hardly improve on this trie."""
-        return trie.expected >= CERTAIN * min(self.depth, self.max_nodes)
+        return trie.expected >= CERTAIN * min(self.steps, self.drafts)
 
-    def of(self, decode: Decode) -> Trie:
-        """Continuations of the request's text: at most `max_nodes`, none if its end did not occur before."""
+    def trie_of(self, decode: Decode) -> Trie:
+        """Continuations of the request's text: at most `drafts` nodes, none if its end did not occur before."""
         reader = self._reader(decode)
         self._read(reader, _GROWTH)
-        tail = None if reader.end == len(decode.text) else decode.text[-LONGEST:]
+        tail = None if reader.end == len(decode.all_tokens) else decode.all_tokens[-LONGEST:]
         coupled = coupled_estimates(decode) if self.coupling else None
         private = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
         if self.shared is None or not reader.shares_text:
@@ -90,51 +89,51 @@ class NgramTries:
         self._share(reader, _PIECE, _GROWTH)
         if self.is_certain(private):
             return private
-        shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode), coupled), decode)
-        return blended(private, shared, self.max_nodes)
+        shared = self._allowed(self.shared.continuations(decode.all_tokens, self._wanted(decode), coupled), decode)
+        return blended(private, shared, self.drafts)
 
     def _reader(self, scheduled: Decode | Chunk) -> _Reader:
-        text, reader = scheduled.text, self._readers.get(scheduled.req_pool_index)
+        tokens, reader = scheduled.all_tokens, self._readers.get(scheduled.req_pool_index)
         # A request's list only grows. Another list belongs to another request, whatever it holds.
-        if reader is None or reader.text is not text or len(text) < reader.end:
-            reader = _Reader(text, SuffixAutomaton(self.depth), scheduled.shares_text)
+        if reader is None or reader.tokens is not tokens or len(tokens) < reader.end:
+            reader = _Reader(tokens, SuffixAutomaton(self.steps), scheduled.shares_text)
             self._readers[scheduled.req_pool_index] = reader
-        if len(text) - reader.start > _MOST:
-            reader.start, reader.automaton = len(text) - _MOST // 2, SuffixAutomaton(self.depth)
+        if len(tokens) - reader.start > _MOST:
+            reader.start, reader.automaton = len(tokens) - _MOST // 2, SuffixAutomaton(self.steps)
         return reader
 
     @staticmethod
     def _read(reader: _Reader, limit: int) -> int:
         """Read at most `limit` tokens on. Returns how many there were."""
-        tokens = reader.text[reader.end : reader.end + max(limit, 0)]
+        tokens = reader.tokens[reader.end : reader.end + max(limit, 0)]
         reader.automaton.extend(tokens)
         return len(tokens)
 
     def _wanted(self, decode: Decode) -> int:
         """How many nodes to ask for, since a grammar may refuse some."""
-        return self.max_nodes if decode.grammar_matcher is None else _SPARE * self.max_nodes
+        return self.drafts if decode.grammar_matcher is None else _SPARE * self.drafts
 
     def _allowed(self, trie: Trie, decode: Decode) -> Trie:
-        """The best `max_nodes` nodes, restricted to tokens that the request's grammar allows."""
+        """The best `drafts` nodes, restricted to tokens that the request's grammar allows."""
         if decode.grammar_matcher is None:
             return trie
-        return _allowed_nodes(trie, decode.text, decode.grammar_matcher, self.max_nodes)
+        return _allowed_nodes(trie, decode.all_tokens, decode.grammar_matcher, self.drafts)
 
     def _share(self, reader: _Reader, least: int, most: int) -> int:
         """Share at most `most` new tokens of a text, if there are at least `least`. Returns how many were shared.
 
         A long prompt is not shared to its end if its request ends soon.
         """
-        count = min(len(reader.text) - reader.shared, most)
+        count = min(len(reader.tokens) - reader.shared, most)
         if self.shared is None or not reader.shares_text or count < least:
             return 0
         start, reader.shared = max(reader.shared - LONGEST, 0), reader.shared + count
-        self.shared.add(reader.text[start : reader.shared], known=reader.shared - count - start)
+        self.shared.add(reader.tokens[start : reader.shared], known=reader.shared - count - start)
         return count
 
 
 class NgramDrafter:
-    """A trie per request, padded to `max_nodes`. A request without a match drafts nothing."""
+    """A trie per request, padded to `drafts`. A request without a match drafts nothing."""
 
     uses_features = extends_ahead = False
     widest = 1
@@ -153,22 +152,22 @@ class NgramDrafter:
 
     def propose(self, draft: None, batch: DecodeBatch) -> Tree:
         self.tries.read(batch.decodes)
-        tries = [self.tries.of(decode) for decode in batch.decodes]
-        numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.max_nodes), batch.seq_lens.device)
-        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.depth)
+        tries = [self.tries.trie_of(decode) for decode in batch.decodes]
+        numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
+        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.steps)
 
-    def forwards(self, num_steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:  # noqa: ARG002
         return 0
 
 
-def _allowed_nodes(trie: Trie, text: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:
-    """The first `count` nodes of a trie that the grammar allows after `text`."""
+def _allowed_nodes(trie: Trie, tokens: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:
+    """The first `count` nodes of a trie that the grammar allows after `tokens`."""
     kept = Trie([], [], [], trie.context)
     numbers = [0]  # of each trie node among the kept ones, -1: refused
     paths: list[tuple[int, ...]] = [()]  # of the kept nodes
     for token, parent, estimate in zip(trie.tokens, trie.parents, trie.estimates, strict=True):
         above = numbers[parent]
-        mask = grammar_matcher.mask(text, paths[above]) if above >= 0 and len(kept.tokens) < count else None
+        mask = grammar_matcher.mask(tokens, paths[above]) if above >= 0 and len(kept.tokens) < count else None
         if mask is None or not allows(mask, token):
             numbers.append(-1)
             continue
@@ -197,8 +196,8 @@ def packed(tries: Sequence[Trie], size: int, width: int) -> NDArray[np.int64]:
     return numbers
 
 
-def trie_tree(verified_id: Tensor, seq_lens: Tensor, numbers: Tensor, depth: int) -> Tree:
+def trie_tree(verified_id: Tensor, seq_lens: Tensor, numbers: Tensor, steps: int) -> Tree:
     """What `packed` has packed, under verified_id [bs] at positions seq_lens [bs]."""
     tokens, parents, scaled = numbers
     scores = (scaled.float() / _SCALE).masked_fill(tokens < 0, -math.inf)
-    return build_tree(verified_id, seq_lens, tokens, parents, depth, scores)
+    return build_tree(verified_id, seq_lens, tokens, parents, steps, scores)

@@ -35,8 +35,8 @@ class SharedTexts:
     Takes 20 bytes of host memory for each from the start, 28 if `capacity` is not a power of two.
     """
 
-    def __init__(self, capacity: int, depth: int) -> None:
-        self.capacity, self.depth = capacity, depth
+    def __init__(self, capacity: int, steps: int) -> None:
+        self.capacity, self.steps = capacity, steps
         self.length = 0  # places written so far; place p is in slot p % capacity
         self._tokens = array("i", [_BOUNDARY]) * capacity
         self._before = array("q", [-1]) * capacity  # the place before this one in its chain
@@ -58,12 +58,12 @@ class SharedTexts:
                 self._index(last, token)
             last = token
 
-    def continuations(self, text: Sequence[int], count: int, coupled: CoupledEstimates | None = None) -> Trie:
-        """The `count` continuations of a text with the highest estimates, up to `depth` tokens deep.
+    def continuations(self, tokens: Sequence[int], count: int, coupled: CoupledEstimates | None = None) -> Trie:
+        """The `count` continuations of a text with the highest estimates, up to `steps` tokens deep.
 
         `coupled`: estimate, given the noise of the target's draws.
         """
-        tail = text[-LONGEST:]
+        tail = tokens[-LONGEST:]
         matches = [(self._agreement(tail, place), place) for place in self._places(tail)]
         longest = max((length for length, _ in matches), default=0)
         if longest < CONTEXT:
@@ -110,7 +110,7 @@ class SharedTexts:
 
     def _insert(self, node: _Node, length: int, place: int) -> None:
         """Add the tokens from `place` to the end of its piece. Each further token has a match longer by one."""
-        for at in range(place, min(place + self.depth, self.length)):
+        for at in range(place, min(place + self.steps, self.length)):
             token = self._tokens[at % self.capacity]
             if token == _BOUNDARY:
                 return

@@ -18,7 +18,7 @@ from eagle_server.worker.drafters.ngram.coupled_estimates import CoupledEstimate
 
 SHORTEST = 1  # tokens of context that a proposal needs
 LONGEST = 16  # tokens of context that are compared; longer matches count as this length
-_FAN_OUT = 8  # continuations per context that are considered
+_SUCCESSORS = 8  # continuations per context that are considered
 _COMPARED = 1024  # successors of a state among which the commonest are looked for, those that came first in the text
 _CERTAIN = 0.999  # upper bound of an estimate
 _DOUBT = 2.0  # prior pseudo-count of a context of one token; longer ones divide it by their length
@@ -50,12 +50,12 @@ class Trie:
 class SuffixAutomaton:
     """All substrings of a growing text. Adding a token takes amortised O(1) time for any text.
 
-    Counts are exact for states with a substring of up to LONGEST + `depth` tokens. No other counts are used. A token
+    Counts are exact for states with a substring of up to LONGEST + `steps` tokens. No other counts are used. A token
     adds at most two states of 20 bytes. Only states with several successors take more.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth, self._reach = depth, LONGEST + depth
+    def __init__(self, steps: int) -> None:
+        self.steps, self._reach = steps, LONGEST + steps
         self.length = 0
         # Per state: token and state of its only successor (-1: it has none, or branches), suffix link, length of the
         # longest substring, number of occurrences.
@@ -72,7 +72,7 @@ class SuffixAutomaton:
             self.length += 1
 
     def count(self, substring: Iterable[int]) -> int:
-        """Occurrences of a substring of 1 to LONGEST + depth tokens."""
+        """Occurrences of a substring of 1 to LONGEST + `steps` tokens."""
         state = 0
         for token in substring:
             state = self._step(state, token)
@@ -102,7 +102,7 @@ class SuffixAutomaton:
     def continuations(
         self, nodes: int, tail: Sequence[int] | None = None, coupled: CoupledEstimates | None = None
     ) -> Trie:
-        """The `nodes` continuations of the text with the highest estimates, up to `depth` tokens deep.
+        """The `nodes` continuations of the text with the highest estimates, up to `steps` tokens deep.
 
         `tail`: at most LONGEST tokens that are continued instead, the last ones of a text that was not added whole.
         `coupled`: estimate, given the noise of the target's draws.
@@ -114,7 +114,7 @@ class SuffixAutomaton:
         chance = 1.0
         ends = self._suffixes()
         while len(trie.tokens) < nodes:
-            if depth < self.depth and length >= SHORTEST:
+            if depth < self.steps and length >= SHORTEST:
                 following = self._following(state, length, ends)
                 estimates = {token: estimate for token, (estimate, _, _) in following.items()}
                 for token, estimate in (coupled.given_noise(depth, estimates) if coupled else estimates).items():
@@ -152,7 +152,7 @@ class SuffixAutomaton:
             successors, total = self._successors(state), count[state] - (state in ends)
             doubt = _DOUBT / length
             share = weight / (total + doubt)
-            for token in successors if len(successors) <= _FAN_OUT else self._commonest(successors):
+            for token in successors if len(successors) <= _SUCCESSORS else self._commonest(successors):
                 to = successors[token]
                 if token in following:
                     estimate, longest, reached = following[token]
@@ -166,7 +166,7 @@ class SuffixAutomaton:
 
     def _commonest(self, successors: dict[int, int]) -> list[int]:
         return nlargest(
-            _FAN_OUT, islice(successors, _COMPARED), key=lambda token: (self._count[successors[token]], token)
+            _SUCCESSORS, islice(successors, _COMPARED), key=lambda token: (self._count[successors[token]], token)
         )
 
     def _ending_in(self, state: int, limit: int) -> tuple[int, int]:

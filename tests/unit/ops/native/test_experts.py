@@ -134,9 +134,9 @@ def test_given_experts_are_computed_for_each_row_alone_and_must_exist() -> None:
     gate_up, down = module.experts.gate_up.native, module.experts.down.native
     assert gate_up is not None and down is not None
     given = NativeExperts(None, gate_up, down)
-    y = given.of(x, chosen, weights)
+    y = given.compute_given(x, chosen, weights)
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
-    alone = [given.of(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(9)]
+    alone = [given.compute_given(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(9)]
     assert torch.equal(torch.cat(alone), y)
     with pytest.raises(IndexError, match="an expert that does not exist"):
-        given.of(x, chosen + 1, weights)
+        given.compute_given(x, chosen + 1, weights)

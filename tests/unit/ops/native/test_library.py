@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eagle_server.attention.batches import attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
-from eagle_server.attention.native import BoundNative, NativePlan
-from eagle_server.attention.torch_native import TorchNativePlan
+from eagle_server.attention.native import BoundNative, NativeAttention
+from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.models.config import ModelConfig, RopeConfig
 from eagle_server.models.layers import pack_linears
@@ -158,8 +158,8 @@ def test_attention_is_torchs(name: str, spec: str, heads: int, kv_heads: int, di
     sizes = ((heads, dim), (kv_heads, dim), (kv_heads, dim))
     q, k, v = (random(rows, *size, seed=seed) for seed, size in enumerate(sizes))
     mine, theirs = pool_of(kv_heads, dim), pool_of(kv_heads, dim)
-    expected = TorchNativePlan(theirs).bind(batch).run(q, k, v, layer)
-    plan = NativePlan.of(mine)
+    expected = TorchNativeAttention(theirs).bind(batch).run(q, k, v, layer)
+    plan = NativeAttention.of(mine)
     assert plan is not None
     unread = torch.ones(SLOTS, dtype=torch.bool)
     unread[attn_args_prefill(batch)[0].long()] = False
@@ -180,8 +180,8 @@ def test_columns_that_no_row_sees_may_hold_no_numbers() -> None:
     pool.poison(hidden)
     batch = replace(batch, out_cache_loc=torch.zeros(12, dtype=torch.int64))
     q, k = random(12, 4, 32), torch.zeros(12, 2, 32)
-    found = BoundNative.run(NativePlan.of(pool).bind(batch), q, k, k, SPECS["plain"])
-    assert torch.equal(found, NativePlan.of(clean).bind(batch).run(q, k, k, SPECS["plain"]))
+    found = BoundNative.run(NativeAttention.of(pool).bind(batch), q, k, k, SPECS["plain"])
+    assert torch.equal(found, NativeAttention.of(clean).bind(batch).run(q, k, k, SPECS["plain"]))
     assert found.isfinite().all()
 
 
@@ -234,8 +234,8 @@ def test_one_call_computes_what_the_layers_of_torch_compute(flags: str, name: st
     batch, rows = BATCHES[name], sum(BATCHES[name].layout.q_lens)
     tokens, positions = torch.arange(rows) % 50, torch.arange(rows)
     mine, theirs = (pool_of(2, model.config.head_dim, layers=3) for _ in range(2))
-    expected = reference(tokens, positions, TorchNativePlan(theirs).bind(batch))
-    bound = NativePlan.of(mine).bind(batch)
+    expected = reference(tokens, positions, TorchNativeAttention(theirs).bind(batch))
+    bound = NativeAttention.of(mine).bind(batch)
     found = model(tokens, positions, bound)
     torch.testing.assert_close(found.hidden, expected.hidden, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(found.aux, expected.aux, atol=2e-4, rtol=2e-4)
@@ -256,7 +256,7 @@ def test_a_row_has_the_same_result_bit_for_bit_alone_in_a_batch_and_in_a_tree(dt
         layout = Layout((count,), (start + count,), None if isinstance(mask, Causal) else count)
         slots = table[0, start : start + count].long()
         batch = AttentionBatch(torch.tensor([0]), torch.tensor([start + count]), table, slots, mask, layout)
-        return model(tokens, positions, NativePlan.of(pool).bind(batch)).hidden
+        return model(tokens, positions, NativeAttention.of(pool).bind(batch)).hidden
 
     alone, chunked, treed = (pool_of(2, dim, dtype, layers=3) for _ in range(3))
     one_by_one = [forward(text[i : i + 1], i, Causal(), alone, torch.tensor([i])) for i in range(60)]
@@ -341,7 +341,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     for number in (1, 2, 5):
         monkeypatch.setattr(native, "_threads", number)
         pool = pool_of(4, 64, layers=3)
-        out = model(tokens, tokens, NativePlan.of(pool).bind(batch))
+        out = model(tokens, tokens, NativeAttention.of(pool).bind(batch))
         found.append(torch.cat([out.hidden, out.aux, model.logits(out.hidden)], dim=1))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -352,10 +352,10 @@ def test_positions_and_slots_that_do_not_exist_are_refused() -> None:
     pack_linears(model)
     batch = BATCHES["decode"]
     with pytest.raises(IndexError, match="beyond"):
-        model(tokens, tokens + 198, NativePlan.of(pool_of(2, 16, layers=3)).bind(batch))
+        model(tokens, tokens + 198, NativeAttention.of(pool_of(2, 16, layers=3)).bind(batch))
     outside = replace(batch, out_cache_loc=batch.out_cache_loc + SLOTS)
     with pytest.raises(IndexError, match="beyond"):
-        model(tokens, tokens, NativePlan.of(pool_of(2, 16, layers=3)).bind(outside))
+        model(tokens, tokens, NativeAttention.of(pool_of(2, 16, layers=3)).bind(outside))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

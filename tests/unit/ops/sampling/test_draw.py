@@ -124,7 +124,7 @@ def test_transformed_and_truncated_logits_are_drawn_alike_by_every_kernel(
     tree = tree_of([[-1, 0, 0, 1, 1, 3]] * 4, torch.randint(8, (4, 6), generator=source).tolist(), [9] * 4, 3)
     counts, prompts = torch.randint(3, (2, 50), generator=source).float(), torch.rand(2, 50, generator=source) < 0.3
     begun = torch.tensor([[0, 2, PATH_START, ANY, ANY, ANY]]).T  # the first request's text ends with the token 1
-    batch = sampling.SamplingBatch.of(settings, torch.device("cpu"), spec_steps=3)
+    batch = sampling.SamplingBatch.of(settings, torch.device("cpu"), steps=3)
     batch = replace(batch, penalizer_state=PenalizerState(counts, prompts, begun))
     rows = (logits, tree.positions + 1, batch, tree)
     take("twin", monkeypatch, draw)
