@@ -135,7 +135,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
         build, client, ranks=config.device.tp_size, logs=logs, watchdog=config.server.watchdog_timeout
     )
     reload = app.state.keys.reload if config.server.api_key_file is not None else None
-    lifecycle = Lifecycle(supervisor, client, app.state.service.admission, reload)
+    lifecycle = Lifecycle(supervisor, client, app.state.admission, reload)
     freeze()
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from eagle_server.api.endpoints.chat import CHAT_COMPLETIONS, ToolCall, tool_calls_of
 from eagle_server.api.endpoints.completions import COMPLETIONS
 from eagle_server.api.errors import ApiError
-from eagle_server.api.generation.endpoint import Answer, Endpoint
+from eagle_server.api.generation.endpoint import Endpoint
+from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.generation.request_state import OutputDelta, RequestState, ScoredToken
 from eagle_server.api.generation.response_parts import SpeculativeMetrics
 from eagle_server.api.schemas.base import parse
@@ -171,10 +172,10 @@ class LLM:
         ]
         return self._run(CHAT_COMPLETIONS, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
 
-    def _answer(self, endpoint: Endpoint[Any], body: dict[str, Any], name: str) -> Answer:
+    def _prepared(self, endpoint: Endpoint[Any], body: dict[str, Any], name: str) -> Prepared:
         parsed = _parsed(endpoint.schema, {**body, "return_token_ids": True})
         try:
-            return endpoint.answer(parsed, self._service, self._engine.ready(), name)
+            return endpoint.prepare(parsed, self._service, self._engine.ready(), name)
         except ApiError as error:
             raise ValueError(str(error)) from None
 
@@ -186,11 +187,11 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        answers = [self._answer(endpoint, body, f"llm-{number}") for number, body in enumerate(bodies)]
-        states = [state for answer in answers for state in answer.states]
+        prepared = [self._prepared(endpoint, body, f"llm-{number}") for number, body in enumerate(bodies)]
+        states = [state for request in prepared for state in request.states]
         whole = {state.request.request_id: OutputDelta(state.index) for state in states}
         self._finish({state.request.request_id: state for state in states}, whole, use_tqdm=use_tqdm)
-        return [_output(answer, text, whole) for answer, text in zip(answers, texts, strict=True)]
+        return [_output(request, text, whole) for request, text in zip(prepared, texts, strict=True)]
 
     def _finish(self, running: dict[str, RequestState], whole: Mapping[str, OutputDelta], *, use_tqdm: bool) -> None:
         """Run the engine until all requests have ended, and append their output to `whole`."""
@@ -222,15 +223,16 @@ class LLM:
             self._engine.abort(delta.request_id)
 
 
-def _output(answer: Answer, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
-    scored, choices = answer.body.num_logprobs is not None, []
-    outputs = [whole[state.request.request_id] for state in answer.states]
-    for index, output in enumerate(answer.best(outputs)):
+def _output(prepared: Prepared, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
+    scored, choices = prepared.body.num_logprobs is not None, []
+    outputs = [whole[state.request.request_id] for state in prepared.states]
+    for index, output in enumerate(prepared.best(outputs)):
         logprobs = [_scores(token) for token in output.tokens] if scored else None
         parts = output.text, output.token_ids, logprobs, output.finish_reason, output.reasoning, tool_calls_of(output)
         choices.append(CompletionOutput(index, *parts))
-    metrics = SpeculativeMetrics.of(answer.states[0].spec) if len(answer.states) == 1 else None
-    return RequestOutput(answer.id, text, answer.states[0].prompt.token_ids, choices, metrics)
+    first = prepared.states[0]
+    metrics = SpeculativeMetrics.of(first.spec) if len(prepared.states) == 1 else None
+    return RequestOutput(prepared.response_id, text, first.prompt.token_ids, choices, metrics)
 
 
 def _scores(token: ScoredToken) -> dict[int, float]:

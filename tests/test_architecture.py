@@ -64,6 +64,25 @@ SEE_CONFIG = {
     "tools.tree.command",
     "tools.tree.story",
 }  # the composition roots
+API_FROM_THE_TOP = {  # the rooms of api/: each imports only rooms below it
+    "server": "listens, serves and drains whatever application it gets",
+    "health": "a program of its own: it asks a running server",
+    "app": "the composition root: it joins the routes and the middleware",
+    "openapi": "describes all endpoints",
+    "endpoints": "one file each; generating ones give `generation` what differs: how to prepare, how to write",
+    "inspection": "endpoints about the server itself; they generate nothing but a probe",
+    "generation": "the way of every generating request, which knows no endpoint",
+    "guard": "what may enter: bodies, keys, limits, connections; it knows no generation",
+    "service": "what all requests share, with or without an HTTP server: so it knows no guard",
+    "schemas": "what bodies may say",
+    "telemetry": "records and counts what the others do, and asks them nothing",
+    "playground": "a page and its files",
+    "docs_page": "a page and its files",
+    "routes": "common parts of the routes that do not generate",
+    "connection": "events to a client, and its leaving",
+    "unix_socket": "a listening socket",
+    "errors": "errors in the client's shape; all may raise them",
+}
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
 READ_SIZES = {  # functions that read sizes from the device, and why that costs no cycle on a GPU
     "speculation.tree": {
@@ -178,6 +197,24 @@ def test_imports_point_down(path):
     foundation = {"config": {"config", "algorithms", "version"}, "request": set(), "plan": {"request"}, "hub": set()}
     if part in foundation:
         assert {imported.partition(".")[0] for imported in own_imports(path)} <= foundation[part]
+
+
+@each_module
+def test_imports_inside_the_api_point_down(path):
+    below = list(API_FROM_THE_TOP)
+    if not is_in(name(path), "api") or name(path) == "api":
+        return
+    room = name(path).split(".")[1]
+    assert room in below, f"{room} is new: give it a place in API_FROM_THE_TOP"
+    for imported in own_imports(path):
+        if is_in(imported, "api"):
+            target = imported.split(".")[1]
+            assert below.index(target) >= below.index(room), f"{room} may not import {imported}, which stands above it"
+
+
+def test_every_room_of_the_api_exists():
+    rooms = {name(path).split(".")[1] for path in MODULES if is_in(name(path), "api") and name(path) != "api"}
+    assert rooms == API_FROM_THE_TOP.keys()
 
 
 def test_no_modules_import_in_a_circle():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
@@ -14,18 +15,17 @@ from eagle_server.api.endpoints.completions import COMPLETIONS
 from eagle_server.api.endpoints.messages import MESSAGES
 from eagle_server.api.endpoints.responses import RESPONSES
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
-from eagle_server.api.guard.admission import AdmissionMiddleware
+from eagle_server.api.generation.generate import generating_route
+from eagle_server.api.guard.admission import Admission, AdmissionMiddleware
 from eagle_server.api.guard.keys import ApiKeys
 from eagle_server.api.guard.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.guard.rate_limits import LIMIT_HEADERS, ClientLimits
 from eagle_server.api.guard.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.openapi import openapi
-from eagle_server.api.routes import generating_route
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.metrics import ServerMetrics
-from eagle_server.api.telemetry.observer import Telemetry
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config
@@ -47,17 +47,20 @@ OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/me
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
     """The application for `client`. The routes share `state.service`, and count in `state.metrics`.
 
-    `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded.
+    `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded, and `state.admission` can
+    be drained.
 
     Raises:
         ValueError: an option needs a package that is not installed.
     """
     service = Service.of(config, client, tokenizer, chat_template)
-    metrics = ServerMetrics(config.served_model_name, lambda: client.stats)
-    client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
+    summary = Summary(config.observability.log_stats_interval)
+    metrics = ServerMetrics(config.served_model_name, lambda: client.stats, summary)
+    client.observe(metrics)
     tracing = _tracing(config)
     app = _application()
-    app.state.service, app.state.metrics, app.state.tracing = service, metrics, tracing
+    app.state.service, app.state.admission = service, Admission()
+    app.state.metrics, app.state.tracing = metrics, tracing
     _add_middleware(app, config, service, metrics, tracing)
     install_handlers(app)
     return app
@@ -83,7 +86,7 @@ def _add_middleware(
     app.state.keys = keys = ApiKeys(key, config.server.api_key_file, lambda: _limits(config))
     app.add_middleware(
         AdmissionMiddleware,
-        admission=service.admission,
+        admission=app.state.admission,
         client=service.client,
         generating_paths=[endpoint.path for endpoint in GENERATING],
         keys=keys,
@@ -99,7 +102,7 @@ def _add_middleware(
     app.add_middleware(
         AccessLog,
         on_generated=[metrics.answered, *([tracing.record] if tracing else [])],
-        on_answered=lambda record: metrics.responded(record, paths),
+        on_answered=partial(metrics.responded, paths),
     )
     if config.server.cors_allow_origins:
         app.add_middleware(

@@ -13,8 +13,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from eagle_server.api import playground
+from eagle_server.api.connection import while_connected
 from eagle_server.api.errors import ApiError, unavailable
-from eagle_server.api.generation.sse import while_connected
+from eagle_server.api.guard.admission import admission_of
 from eagle_server.api.routes import HeadRoute, json_response
 from eagle_server.api.service import Service, service_of
 from eagle_server.client.client import EngineClient
@@ -130,16 +131,15 @@ async def get_model(request: Request, name: str) -> Response:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 while completions are served. SageMaker asks /ping."""
-    _check_health(service_of(request))
+    _check_health(request)
     return json_response(Health("ok"))
 
 
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """200 if a token is generated in time. The probe may wait in a busy engine, so any request's token counts."""
-    service = service_of(request)
-    _check_health(service)
-    client = service.client
+    _check_health(request)
+    client = service_of(request).client
     before = client.stats.generated_tokens if client.stats else 0
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -183,7 +183,7 @@ async def server_info(request: Request) -> Response:
         resolved=_resolved(service, ready) if ready else None,
         serving={name: getattr(ready, name) for name in SERVING} if ready else None,
         engine=engine,
-        active_requests=service.admission.active,
+        active_requests=admission_of(request).active,
     )
     return json_response(info)
 
@@ -224,11 +224,12 @@ async def index(request: Request) -> Response:
     return answer
 
 
-def _check_health(service: Service) -> None:
-    if service.admission.is_draining:
+def _check_health(request: Request) -> None:
+    client = service_of(request).client
+    if admission_of(request).is_draining:
         raise unavailable("the server is shutting down")
-    if not service.client.is_available:
-        started = service.client.ready is not None
+    if not client.is_available:
+        started = client.ready is not None
         raise unavailable("the engine died and is starting again" if started else "the engine is starting")
 
 

@@ -1,48 +1,12 @@
-"""Routes: one for all endpoints that generate, and the common parts of the others."""
+"""Common parts of the routes that do not generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi.routing import APIRoute
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-
-from eagle_server.api.generation.endpoint import Answer, Endpoint
-from eagle_server.api.generation.generate import respond
-from eagle_server.api.guard.body import process, read_body
-from eagle_server.api.guard.request_id import request_id_of
-from eagle_server.api.schemas.generation import SamplingBody
-from eagle_server.api.service import service_of
-
-B = TypeVar("B", bound=SamplingBody)
-
-
-def generating_route(endpoint: Endpoint[Any]) -> Route:
-    """A Starlette route: it reads the body itself, and FastAPI's parsing would only add latency."""
-
-    async def answer(request: Request) -> Response:
-        body, prepare = await checked(endpoint, request)
-        return await respond(await process(request, body, prepare), request)
-
-    return Route(endpoint.path, answer, methods=["POST"])
-
-
-async def checked(endpoint: Endpoint[B], request: Request) -> tuple[B, Callable[[], Answer]]:
-    """The body of a request, and the function that prepares its answer.
-
-    Raises:
-        ApiError: the body is wrong, or asks for another model.
-        EngineUnavailable: there is no engine.
-    """
-    body = await read_body(endpoint.schema, request)
-    service = service_of(request)
-    ready = service.ready_for(body.model)
-    response_id = f"{endpoint.id_prefix}{request_id_of(request)}"
-    return body, lambda: endpoint.answer(body, service, ready, response_id)
 
 
 class HeadRoute(APIRoute):

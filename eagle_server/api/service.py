@@ -11,7 +11,6 @@ from typing import Any
 from starlette.requests import Request
 
 from eagle_server.api.errors import ApiError
-from eagle_server.api.guard.admission import Admission
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.config import Config
 from eagle_server.request import Ready
@@ -44,7 +43,6 @@ class Service:
     keep_alive: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
-    admission: Admission = field(default_factory=Admission)
     media_tokens: frozenset[int] = frozenset()  # see `media_tokens` in text/tokenizer.py
 
     @classmethod

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from eagle_server.api.generation.sse import COMMENT
+from eagle_server.api.connection import COMMENT
 from tests.api.conftest import PATIENCE, Server, start_server
 from tests.api.fake_engine import SLOW, STALL
 from tests.api.servers import wait_for_running, wait_until_idle

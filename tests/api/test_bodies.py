@@ -16,7 +16,7 @@ from fastapi import Response
 
 from eagle_server.api.endpoints import completions, tokens
 from eagle_server.api.guard import body as body_module
-from eagle_server.api.guard import json_size
+from eagle_server.api.guard.admission import Admission
 from eagle_server.api.guard.body import (
     LARGE_BODY,
     MAX_BODY_BYTES,
@@ -25,9 +25,10 @@ from eagle_server.api.guard.body import (
     SHORT_BODY,
     process_text,
 )
-from eagle_server.api.guard.json_size import JsonSize, TooManyValues
+from eagle_server.api.schemas import json_size
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.completion import CompletionRequest
+from eagle_server.api.schemas.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.tokens import TokenizeRequest
 from eagle_server.api.service import Service
 from tests.api.conftest import PATIENCE
@@ -285,7 +286,9 @@ class Clients:
 
     def __init__(self, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.http, self.gate, self.begun = http, threading.Event(), list[str]()
-        self.service: Service = http._transport.app.state.service  # type: ignore[attr-defined]
+        state = http._transport.app.state  # type: ignore[attr-defined]
+        self.service: Service = state.service
+        self.admission: Admission = state.admission
         original = completions.prepare
 
         def held(body: CompletionRequest, *given: Any) -> Any:
@@ -387,7 +390,7 @@ async def test_a_server_that_stops_prepares_nothing_more(clients: Clients) -> No
     waiting = [clients.send("waits") for _ in range(5)]
     while clients.service.client._preparing != 6:
         await asyncio.sleep(0.01)
-    drained = asyncio.create_task(clients.service.admission.drain())
+    drained = asyncio.create_task(clients.admission.drain())
     await asyncio.sleep(0)
     clients.gate.set()
     assert [(await each).status_code for each in waiting] == [503] * 5

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_server.api import health
-from eagle_server.api.generation.sse import COMMENT
+from eagle_server.api.connection import COMMENT
 from eagle_server.api.server import HttpServer
 from eagle_server.config import parse_args
 from tests.api.conftest import PATIENCE, Certificate, Server, start_server

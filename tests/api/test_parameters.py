@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from eagle_server.api.generation.sampling_params import CONVERTED, COPIED
+from eagle_server.api.generation.prepare import CONVERTED, COPIED
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.request import Grammar, SamplingParams
 from tests.api.calls import complete

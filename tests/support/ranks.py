@@ -12,9 +12,9 @@ import torch
 from torch.distributed import HashStore
 
 from eagle_server.engine.build.assemble import assemble
+from eagle_server.engine.build.follow import assemble_follower
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
-from eagle_server.engine.follow import assemble_follower
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
-from eagle_server.api.generation.prepare import prepare_chat
+from eagle_server.api.generation.prepare import Prepared, prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta, ScoredToken
 from eagle_server.api.generation.response_parts import (
     Encoded,
@@ -19,10 +20,8 @@ from eagle_server.api.generation.response_parts import (
     encoded,
     finite,
 )
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service
-from eagle_server.request import Ready
 from eagle_server.text.tool_parser import ToolCallDelta
 
 ROLE = "assistant"
@@ -135,13 +134,13 @@ class ChunkBody(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatAnswer(ChunkedAnswer[ChunkBody]):
+class ChatAnswer(ChunkedAnswer[ChatRequest, ChunkBody]):
     """The answers to a conversation."""
 
     chunk_type = ChunkBody
 
-    def __init__(self, body: ChatRequest, service: Service, ready: Ready, response_id: str) -> None:
-        super().__init__(body, service, response_id, prepare_chat(body, service, ready, response_id))
+    def __init__(self, asked: ChatRequest, prepared: Prepared, service: Service) -> None:
+        super().__init__(asked, prepared, service)
         self._logprobs: list[list[Encoded[ChatLogprob]]] = [[] for _ in self.states]
 
     def keep(self, delta: OutputDelta) -> None:
@@ -204,7 +203,7 @@ class ChatAnswer(ChunkedAnswer[ChunkBody]):
         return None if self.body.num_logprobs is None else ChatLogprobs(scores)
 
 
-CHAT_COMPLETIONS = Endpoint("/v1/chat/completions", ChatRequest, "chatcmpl-", ChatAnswer)
+CHAT_COMPLETIONS = Endpoint("/v1/chat/completions", ChatRequest, "chatcmpl-", prepare_chat, ChatAnswer)
 
 
 def tool_calls_of(output: OutputDelta) -> list[ToolCall]:

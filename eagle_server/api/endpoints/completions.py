@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
-from eagle_server.api.generation.prepare import prepare
+from eagle_server.api.generation.prepare import Prepared, prepare
 from eagle_server.api.generation.prompts import check_token_ids, encode, token_limit
 from eagle_server.api.generation.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.generation.response_parts import (
@@ -21,7 +22,6 @@ from eagle_server.api.generation.response_parts import (
     encoded,
     finite,
 )
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.request import Ready
@@ -61,14 +61,13 @@ class CompletionBody(msgspec.Struct, kw_only=True):
     metrics: Metrics | UnsetType = UNSET
 
 
-class CompletionAnswer(ChunkedAnswer[CompletionBody]):
+class CompletionAnswer(ChunkedAnswer[CompletionRequest, CompletionBody]):
     """The continuations of a request's prompts."""
 
     chunk_type = CompletionBody
 
-    def __init__(self, body: CompletionRequest, service: Service, ready: Ready, response_id: str) -> None:
-        prompts = _prompts(body, service, ready)
-        super().__init__(body, service, response_id, prepare(body, service, ready, response_id, prompts))
+    def __init__(self, asked: CompletionRequest, prepared: Prepared, service: Service) -> None:
+        super().__init__(asked, prepared, service)
         self._logprobs = [Logprobs() for _ in self.states]
 
     def keep(self, delta: OutputDelta) -> None:
@@ -116,6 +115,14 @@ class CompletionAnswer(ChunkedAnswer[CompletionBody]):
             logprobs.top_logprobs.append(encoded(top))
 
 
+def _prepared(body: CompletionRequest, service: Service, ready: Ready, response_id: str) -> Prepared:
+    """
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    return prepare(body, service, ready, response_id, _prompts(body, service, ready))
+
+
 def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
     """The prompts in tokens.
 
@@ -134,4 +141,4 @@ def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> Iterato
         yield Prompt(token_ids, text if body.echo else None)
 
 
-COMPLETIONS = Endpoint("/v1/completions", CompletionRequest, "cmpl-", CompletionAnswer)
+COMPLETIONS = Endpoint("/v1/completions", CompletionRequest, "cmpl-", _prepared, CompletionAnswer)

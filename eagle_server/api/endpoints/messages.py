@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.endpoints.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generation.endpoint import Answer, Endpoint
-from eagle_server.api.generation.prepare import prepare_chat
+from eagle_server.api.generation.prepare import Prepared, prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import Metrics, Usage
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.messages import MessagesRequest
 from eagle_server.api.service import Service
-from eagle_server.request import Ready
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -125,12 +124,11 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageEnd | MessageStop
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(Answer[MessagesRequest]):
     """The answer to a conversation as a message with content blocks."""
 
-    def __init__(self, body: MessagesRequest, service: Service, ready: Ready, response_id: str) -> None:
-        super().__init__(body.chat, service, response_id, prepare_chat(body.chat, service, ready, response_id))
-        self._asked = body
+    def __init__(self, asked: MessagesRequest, prepared: Prepared, service: Service) -> None:
+        super().__init__(asked, prepared, service)
         self._items = OutputItems()
         self._has_begun = False
 
@@ -159,7 +157,7 @@ class MessageAnswer(Answer):
         return self._begin() + _encoded(end) + _encoded(MessageStop())
 
     def _changes(self, output: OutputDelta) -> Iterator[ItemChange]:
-        if self._asked.omits_thinking:
+        if self.asked.omits_thinking:
             output.reasoning = ""
         return self._items.add(output)
 
@@ -178,12 +176,12 @@ class MessageAnswer(Answer):
             case "tool_calls":
                 return StopReason("tool_use", None)
         stop = self.states[0].stop_string
-        if stop in self._asked.stop_sequences:
+        if stop in self.asked.stop_sequences:
             return StopReason("stop_sequence", stop)
         return StopReason("end_turn", None)  # the model ended it, or a stop string of the chat template
 
 
-MESSAGES = Endpoint("/v1/messages", MessagesRequest, "msg_", MessageAnswer)
+MESSAGES = Endpoint("/v1/messages", MessagesRequest, "msg_", prepare_chat, MessageAnswer)
 
 
 def _event_of(change: ItemChange) -> MessageEvent:

@@ -8,12 +8,14 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.routing import Route
 
+from eagle_server.api.connection import while_connected
 from eagle_server.api.endpoints.chat import CHAT_COMPLETIONS
 from eagle_server.api.endpoints.completions import COMPLETIONS
 from eagle_server.api.generation.endpoint import Endpoint
-from eagle_server.api.generation.sse import while_connected
+from eagle_server.api.generation.generate import checked
 from eagle_server.api.guard.body import process_text
-from eagle_server.api.routes import checked, json_response
+from eagle_server.api.routes import json_response
+from eagle_server.api.service import service_of
 
 
 class Rendered(msgspec.Struct):
@@ -49,5 +51,6 @@ async def _rendered(request: Request, endpoint: Endpoint[Any]) -> list[Rendered]
         ApiError: it would refuse the body.
     """
     body, prepare = await checked(endpoint, request)
-    answer = await while_connected(request.receive, process_text(body, prepare))
-    return [Rendered(answer.id, answer.model, state.prompt.token_ids) for state in answer.first_states]
+    prepared = await while_connected(request.receive, process_text(body, prepare))
+    model = service_of(request).model_name
+    return [Rendered(prepared.response_id, model, state.prompt.token_ids) for state in prepared.first_states]

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import event
 from eagle_server.api.endpoints.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
 from eagle_server.api.endpoints.response_objects import (
     ArgumentsEvent,
@@ -30,23 +31,20 @@ from eagle_server.api.endpoints.response_objects import (
 )
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generation.endpoint import Answer, Endpoint
-from eagle_server.api.generation.prepare import prepare_chat
+from eagle_server.api.generation.prepare import Prepared, prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta
-from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.base import Part
 from eagle_server.api.schemas.responses import ResponsesRequest
 from eagle_server.api.service import Service
-from eagle_server.request import Ready
 
 ID_PREFIX = "resp_"
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(Answer[ResponsesRequest]):
     """The answer to a conversation as a response with items. The last event of a stream has the same response."""
 
-    def __init__(self, body: ResponsesRequest, service: Service, ready: Ready, response_id: str) -> None:
-        super().__init__(body.chat, service, response_id, prepare_chat(body.chat, service, ready, response_id))
-        self._asked = body
+    def __init__(self, asked: ResponsesRequest, prepared: Prepared, service: Service) -> None:
+        super().__init__(asked, prepared, service)
         self._items = OutputItems()
         self._sent = 0  # events
 
@@ -112,7 +110,7 @@ class ResponseAnswer(Answer):
             return ReasoningItem(item_id, status, [ReasoningText(item.content)] if item.content else [])
         if item.call is None:
             return MessageItem(item_id, status, [OutputText(item.content)] if item.content else [])
-        namespace, name = self._asked.name_of(item.call.name or "")
+        namespace, name = self.asked.name_of(item.call.name or "")
         return FunctionCallItem(item_id, status, item.call.id or "", name, item.content, namespace or UNSET)
 
     def _item_id(self, item: OutputItem) -> str:
@@ -133,7 +131,7 @@ class ResponseAnswer(Answer):
         return response
 
     def _in_state(self, status: str) -> ResponseBody:
-        body = self._asked
+        body = self.asked
         return ResponseBody(
             id=self.id,
             created_at=self.created,
@@ -155,7 +153,7 @@ class ResponseAnswer(Answer):
         )
 
 
-RESPONSES = Endpoint("/v1/responses", ResponsesRequest, ID_PREFIX, ResponseAnswer)
+RESPONSES = Endpoint("/v1/responses", ResponsesRequest, ID_PREFIX, prepare_chat, ResponseAnswer)
 
 
 def _part(item: OutputItem, content: str) -> OutputText | ReasoningText:

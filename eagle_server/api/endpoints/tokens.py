@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from eagle_server.api.connection import while_connected
 from eagle_server.api.generation.prompts import check_token_ids, encode, render
-from eagle_server.api.generation.sse import while_connected
 from eagle_server.api.guard.body import process_text, read_body
 from eagle_server.api.routes import HeadRoute, json_response
 from eagle_server.api.schemas.messages import CountTokensRequest

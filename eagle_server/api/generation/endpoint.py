@@ -2,10 +2,10 @@
 
 A request goes forward through four steps:
 
-1. `routes.py` checks the body against the endpoint's schema.
-2. `Endpoint.answer` prepares the answer: tokens, limits, one engine request per choice (`prepare.py`).
-3. `generate.py` generates.
-4. The answer writes what the client gets: one response, or events.
+1. `generating_route` (`generate.py`) checks the body against the endpoint's schema.
+2. `Endpoint.prepare` makes tokens, checks limits, and makes one engine request per choice (`prepare.py`).
+3. `respond` (`generate.py`) generates.
+4. `Endpoint.answer` writes what the client gets: one response, or events.
 
 A new endpoint is a schema, a module like `completions.py`, and an entry in GENERATING (`app.py`) and in `openapi.py`.
 """
@@ -16,14 +16,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagle_server.api.connection import DONE, event
 from eagle_server.api.errors import ApiError
-from eagle_server.api.generation.request_state import OutputDelta, RequestState
+from eagle_server.api.generation.prepare import Prepared
+from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import (
     CompletionTokensDetails,
     Encoded,
@@ -36,8 +37,7 @@ from eagle_server.api.generation.response_parts import (
     prompt_logprobs_of,
     trees_of,
 )
-from eagle_server.api.generation.sse import DONE, event
-from eagle_server.api.schemas.generation import GenerationBody, SamplingBody, StreamOptions
+from eagle_server.api.schemas.generation import SamplingBody, StreamOptions
 from eagle_server.api.service import Service
 from eagle_server.request import Ready
 
@@ -45,24 +45,19 @@ B = TypeVar("B", bound=SamplingBody)
 C = TypeVar("C", bound=msgspec.Struct)
 
 
-class Answer(ABC):
-    """The answer to one request. Each endpoint has its own class, which writes it.
+class Answer(ABC, Generic[B]):
+    """Writes the answer to one prepared request. Each endpoint has its own class."""
 
-    `states` has one entry per sequence, `body.candidates` for each prompt in turn.
-    """
-
-    def __init__(
-        self, body: GenerationBody, service: Service, response_id: str, states: Sequence[RequestState]
-    ) -> None:
-        self.body = body
+    def __init__(self, asked: B, prepared: Prepared, service: Service) -> None:
+        """`asked`: the client's body."""
+        self.asked = asked
+        self.prepared = prepared
         self.service = service
-        self.id = response_id
+        self.body, self.states = prepared.body, prepared.states
+        self.id = prepared.response_id
         self.created = int(time.time())
         self.model = service.model_name
-        self.states = states
-        self.first_states = states[:: body.candidates]  # one per prompt
-
-        self._trees: list[list[Encoded[TreeBody]]] = [[] for _ in states]
+        self._trees: list[list[Encoded[TreeBody]]] = [[] for _ in self.states]
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by choice
 
     # --- Written by each endpoint. ---
@@ -97,9 +92,9 @@ class Answer(ABC):
     def usage(self) -> Usage:
         """Token counts up to now. A prompt counts once, for any number of choices."""
         return Usage.of(
-            prompt=sum(len(state.prompt.token_ids) for state in self.first_states),
+            prompt=sum(len(state.prompt.token_ids) for state in self.prepared.first_states),
             completion=sum(state.completion_tokens for state in self.states),
-            cached=sum(state.cached_tokens for state in self.first_states),
+            cached=sum(state.cached_tokens for state in self.prepared.first_states),
             details=CompletionTokensDetails.of(
                 reasoning=sum(state.reasoning_tokens for state in self.states),
                 specs=(state.spec for state in self.states),
@@ -133,20 +128,8 @@ class Answer(ABC):
         """How log-probabilities name a token."""
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else self.service.spelling(token_id)
 
-    def best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
-        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first.
 
-        `outputs` has one whole output per state, in order.
-        """
-        n, candidates = self.body.n, self.body.candidates
-        if candidates == n:
-            return outputs
-        groups = (outputs[first : first + candidates] for first in range(0, len(outputs), candidates))
-        rank = partial(sorted, key=lambda output: -self.states[output.index].mean_logprob)
-        return [output for group in groups for output in rank(group)[:n]]
-
-
-class ChunkedAnswer(Answer, Generic[C]):
+class ChunkedAnswer(Answer[B], Generic[B, C]):
     """An answer whose stream has chunks of one type, then [DONE], as in OpenAI's older APIs."""
 
     chunk_type: type[C]
@@ -180,11 +163,12 @@ class ChunkedAnswer(Answer, Generic[C]):
 class Endpoint(Generic[B]):
     """A path that generates. `id_prefix` begins the ids of its answers.
 
-    `answer` prepares the answer to a checked body; nothing is submitted yet. It raises ApiError if the body cannot be
-    served.
+    `prepare` turns a checked body into engine requests; nothing is submitted yet. It raises ApiError if the body cannot
+    be served. `answer` makes the writer of the answer.
     """
 
     path: str
     schema: type[B]
     id_prefix: str
-    answer: Callable[[B, Service, Ready, str], Answer]
+    prepare: Callable[[B, Service, Ready, str], Prepared]
+    answer: Callable[[B, Prepared, Service], Answer[B]]

@@ -1,25 +1,32 @@
-"""Generation, the same for all endpoints: submits the requests of an answer, and sends it in one piece or as events."""
+"""Generation, the same for all endpoints: from an HTTP request to its response, in one piece or as events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
+from eagle_server.api.connection import EventStream, cancelled, while_connected
 from eagle_server.api.errors import ApiError, as_api_error, is_expected
-from eagle_server.api.generation.endpoint import Answer
+from eagle_server.api.generation.endpoint import Answer, Endpoint
 from eagle_server.api.generation.pacing import paced
+from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import check_scores, scores_of
-from eagle_server.api.generation.sse import EventStream, cancelled, while_connected
+from eagle_server.api.guard.body import process, read_body
 from eagle_server.api.guard.rate_limits import current_client, current_limits
+from eagle_server.api.guard.request_id import request_id_of
+from eagle_server.api.schemas.generation import SamplingBody
+from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.request_record import waited
 from eagle_server.request import TokenDelta
 
@@ -28,7 +35,35 @@ logger = logging.getLogger(__name__)
 LONG_DELTA = 256  # tokens; spelling their scores takes more than a millisecond
 
 
-async def respond(answer: Answer, request: Request) -> Response:
+B = TypeVar("B", bound=SamplingBody)
+
+
+def generating_route(endpoint: Endpoint[Any]) -> Route:
+    """A Starlette route: it reads the body itself, and FastAPI's parsing would only add latency."""
+
+    async def answer(request: Request) -> Response:
+        body, prepare = await checked(endpoint, request)
+        prepared = await process(request, body, prepare)
+        return await respond(endpoint.answer(body, prepared, service_of(request)), request)
+
+    return Route(endpoint.path, answer, methods=["POST"])
+
+
+async def checked(endpoint: Endpoint[B], request: Request) -> tuple[B, Callable[[], Prepared]]:
+    """The body of a request, and the function that prepares it.
+
+    Raises:
+        ApiError: the body is wrong, or asks for another model.
+        EngineUnavailable: there is no engine.
+    """
+    body = await read_body(endpoint.schema, request)
+    service = service_of(request)
+    ready = service.ready_for(body.model)
+    response_id = f"{endpoint.id_prefix}{request_id_of(request)}"
+    return body, lambda: endpoint.prepare(body, service, ready, response_id)
+
+
+async def respond(answer: Answer[Any], request: Request) -> Response:
     """Generate, and respond with one JSON object or with a stream of server-sent events.
 
     Generation is aborted when the client disconnects.
@@ -60,7 +95,7 @@ def _expected(error: Exception) -> ApiError:
     return as_api_error(error)
 
 
-async def _whole(answer: Answer) -> bytes:
+async def _whole(answer: Answer[Any]) -> bytes:
     """The encoded response in one piece."""
     outputs, scores = [OutputDelta(state.index) for state in answer.states], Counter[str]()
     async with aclosing(_outputs(answer)) as deltas:
@@ -73,10 +108,10 @@ async def _whole(answer: Answer) -> bytes:
             else:
                 answer.keep(delta)
             outputs[delta.index].extend(delta)
-    return msgspec.json.encode(answer.response(answer.best(outputs)))
+    return msgspec.json.encode(answer.response(answer.prepared.best(outputs)))
 
 
-async def _events(answer: Answer) -> AsyncGenerator[tuple[bytes, bool], None]:
+async def _events(answer: Answer[Any]) -> AsyncGenerator[tuple[bytes, bool], None]:
     """Encoded events, and whether more will follow.
 
     An error before the first event is raised. A later one ends the stream with an error event.
@@ -102,7 +137,7 @@ async def _events(answer: Answer) -> AsyncGenerator[tuple[bytes, bool], None]:
     yield last, False
 
 
-async def _outputs(answer: Answer) -> AsyncGenerator[OutputDelta, None]:
+async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
     """Submit the requests and process their deltas until all have ended."""
     body, service = answer.body, answer.service
     states = {state.request.request_id: state for state in answer.states}

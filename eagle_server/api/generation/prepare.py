@@ -1,26 +1,79 @@
-"""From a checked body to the engine's requests, one for each choice. Nothing is submitted yet."""
+"""From a checked body to the engine's requests, one for each choice. Nothing is submitted yet.
+
+A field that has the same name and meaning in the body and in `SamplingParams` is copied by name. So a new sampling
+parameter needs no edit here, unless its value must be converted: then its name goes into CONVERTED.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from eagle_server.api.errors import bad_request
-from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format
+from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format, tool_use
 from eagle_server.api.generation.prompts import check_token_ids, encode, refuse_media, render, token_limit, too_long
-from eagle_server.api.generation.request_state import Prompt, RequestState, TextOptions
+from eagle_server.api.generation.request_state import OutputDelta, Prompt, RequestState, TextOptions
 from eagle_server.api.generation.response_parts import check_scores, possible_scores
-from eagle_server.api.generation.sampling_params import sampling_params
-from eagle_server.api.generation.tools import tool_use
 from eagle_server.api.schemas.chat import ChatRequest
-from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.schemas.generation import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_TOKENS, GenerationBody
+from eagle_server.api.schemas.translated import TranslatedBody
 from eagle_server.api.service import Service
-from eagle_server.request import Ready, Request, SamplingParams
+from eagle_server.request import Grammar, Ready, Request, SamplingParams
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
+from eagle_server.text.tokenizer import Tokenizer
 
+CONVERTED = frozenset(
+    {
+        "max_tokens",
+        "seed",
+        "temperature",
+        "top_k",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "grammar",
+        "stop_token_ids",
+        "logprobs",
+    }
+)
+COPIED = tuple(name for name in SamplingParams.__struct_fields__ if name not in CONVERTED)
+GREEDY_BELOW = 1e-5  # a lower temperature divides by nearly zero
 MAX_SEQUENCES = 1024
 
 _serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose prompts are tokens and whose limits are checked.
+
+    `body` is the client's completion or chat, or the chat that its body was translated to. `states` has one entry per
+    sequence, with its engine request: `body.candidates` for each prompt in turn.
+    """
+
+    response_id: str
+    body: GenerationBody
+    states: list[RequestState]
+
+    @property
+    def first_states(self) -> list[RequestState]:
+        """One per prompt."""
+        return self.states[:: self.body.candidates]
+
+    def best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
+        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first.
+
+        `outputs` has one whole output per state, in order.
+        """
+        n, candidates = self.body.n, self.body.candidates
+        if candidates == n:
+            return outputs
+        groups = (outputs[first : first + candidates] for first in range(0, len(outputs), candidates))
+        rank = partial(sorted, key=lambda output: -self.states[output.index].mean_logprob)
+        return [output for group in groups for output in rank(group)[:n]]
 
 
 def prepare(
@@ -31,8 +84,8 @@ def prepare(
     prompts: Iterable[Prompt],
     stops: TemplateStops = NO_STOPS,
     answer: AnswerFormat = PLAIN,
-) -> list[RequestState]:
-    """One state per sequence, with its engine request: `body.candidates` for each prompt in turn.
+) -> Prepared:
+    """Check a body, tokenize its prompts and make its engine requests.
 
     Long prompts take seconds, so routes call it through `body.process`. `prompts` is read after the checks that need no
     tokens. `stops` end the answer in addition to the body's own. `answer`: how thinking and tool calls are parsed.
@@ -63,24 +116,26 @@ def prepare(
     options = TextOptions(
         [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
     )
-    return [
+    states = [
         RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
         for index, request in enumerate(_requests(body, response_id, truncated, sampling))
     ]
+    return Prepared(response_id, body, states)
 
 
-def prepare_chat(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> list[RequestState]:
-    """The states of a conversation's answers, see `prepare`.
+def prepare_chat(body: ChatRequest | TranslatedBody, service: Service, ready: Ready, response_id: str) -> Prepared:
+    """Render a conversation, and `prepare` it.
 
     Raises:
         ApiError: the request cannot be served.
     """
+    chat = body.chat if isinstance(body, TranslatedBody) else body
     template = service.chat_template
     tokenizer = service.spelling.tokenizer
-    tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
-    answer = answer_format(body, text, service.reasoning_syntax, tools)
-    prompt = _conversation(text, body, service, ready)
-    return prepare(body, service, ready, response_id, prompt, answer.stops(template.stops, tokenizer), answer)
+    tools, text = tool_use(chat, service.call_syntax), render(chat.messages, chat, template)
+    answer = answer_format(chat, text, service.reasoning_syntax, tools)
+    prompt = _conversation(text, chat, service, ready)
+    return prepare(chat, service, ready, response_id, prompt, answer.stops(template.stops, tokenizer), answer)
 
 
 def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
@@ -133,3 +188,65 @@ def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -
     if body.min_tokens > max_tokens:
         raise bad_request(f"min_tokens exceeds the {max_tokens} tokens that fit", "min_tokens", "invalid_value")
     return max_tokens
+
+
+def sampling_params(
+    body: GenerationBody,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    max_tokens: int,
+    stop_token_ids: Sequence[int] = (),
+    grammar: Grammar | None,
+) -> SamplingParams:
+    """`stop_token_ids` are added to the body's. `grammar` replaces the body's.
+
+    Raises:
+        ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens or too many.
+    """
+    ranking = 0 if body.candidates > body.n else None
+    num_logprobs = [count for count in (body.num_logprobs, body.prompt_logprobs, ranking) if count is not None]
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
+        top_k=max(body.top_k, 0),  # -1 is vLLM's "all tokens"
+        logit_bias=_logit_bias(body, vocab_size),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
+        bad_words=_bad_words(body.bad_words, tokenizer),
+        grammar=grammar,
+        stop_token_ids=(*body.stop_token_ids, *stop_token_ids),
+        logprobs=max(num_logprobs, default=None),  # the response shows no more than each parameter asked for
+        **{name: getattr(body, name) for name in COPIED},
+    )
+
+
+def _logit_bias(body: GenerationBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases = {int(token): float(bias) for token, bias in body.logit_bias.items()}
+    check_token_ids("logit_bias", list(biases), vocab_size)
+    return tuple(sorted(biases.items()))
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of words, by vLLM's rule.
+
+    Each word counts as it is. It also counts with a space before it, if this sequence is as long and has another first
+    token. Otherwise the space is a token of its own, and the plain sequence covers this spelling too.
+
+    Raises:
+        ApiError: a word has no tokens or too many, or all words together have too many.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    total = 0
+    for word in dict.fromkeys(words):
+        plain, spaced = (tuple(tokenizer.encode(space + word.lstrip(), special=False)) for space in ("", " "))
+        if not plain:
+            raise bad_request(f"bad_words: {word!r} has no tokens", "bad_words", "invalid_value")
+        total += len(plain)
+        if len(plain) > MAX_BAD_WORD_TOKENS or total > MAX_BAD_WORDS_TOKENS:
+            limits = f"{MAX_BAD_WORD_TOKENS} tokens of a word and {MAX_BAD_WORDS_TOKENS} of all words"
+            raise bad_request(f"bad_words: at most {limits} are possible", "bad_words", "invalid_value")
+        sequences[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            sequences[spaced] = None
+    return tuple(sequences)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
@@ -72,6 +73,11 @@ class Admission:
         for time in self._bodies:
             time.reschedule(min(end, time.when() or end))
         await self._idle.wait()
+
+
+def admission_of(request: Request) -> Admission:
+    admission: Admission = request.app.state.admission
+    return admission
 
 
 class AdmissionMiddleware:

@@ -13,11 +13,12 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from eagle_server.api.connection import while_connected
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
-from eagle_server.api.generation.sse import while_connected
-from eagle_server.api.guard.json_size import JsonSize, TooManyValues
+from eagle_server.api.guard.admission import admission_of
 from eagle_server.api.schemas.base import Body, parse
 from eagle_server.api.schemas.generation import SamplingBody
+from eagle_server.api.schemas.json_size import JsonSize, TooManyValues
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.request_record import waited
 from eagle_server.client.client import GenerationTimeout, QueueFull
@@ -73,7 +74,7 @@ async def _read(request: Request, body: bytearray) -> None:
     global _held_bytes
     size = JsonSize()
     try:
-        async with service_of(request).admission.body_time(BODY_SECONDS):
+        async with admission_of(request).body_time(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 _held_bytes += len(chunk)
@@ -102,13 +103,13 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
     global _held_bytes, _large
     if body.size <= SHORT_BODY:
         return function()
-    service, is_large = service_of(request), body.size > LARGE_BODY
+    service, admission, is_large = service_of(request), admission_of(request), body.size > LARGE_BODY
     if is_large and _large >= MAX_LARGE:
         raise as_api_error(QueueFull(f"{_large} large requests are being prepared already"))
     seconds = service.timeout_of(body.timeout)
 
     def begin() -> T:
-        if service.admission.is_draining:
+        if admission.is_draining:
             raise unavailable("the server is shutting down")
         return function()
 

@@ -51,8 +51,7 @@ class SamplingBody(Body):
 
     Texts and lists are bounded, because each is processed for every request or in every cycle.
 
-    A parameter with the name of a field of `request.SamplingParams` is copied into it, see
-    `api/generation/sampling_params.py`.
+    A parameter with the name of a field of `request.SamplingParams` is copied into it, see `api/generation/prepare.py`.
     """
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {

@@ -1,4 +1,4 @@
 """Metrics for Prometheus, spans for OpenTelemetry and log lines.
 
-`Telemetry` observes the engine client. `AccessLog` observes the HTTP requests.
+`ServerMetrics` observes the engine client. `AccessLog` observes the HTTP requests.
 """

@@ -1,32 +1,37 @@
-"""Updates the metrics after each cycle and at the end of each request."""
+"""Follows every engine request from submission to end, and updates the metrics."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, GCCollector, PlatformCollector, ProcessCollector
 
 from eagle_server.api.telemetry.metric_definitions import MetricDefinitions
-from eagle_server.api.telemetry.request_record import EngineRequestRecord, RequestRecord
-from eagle_server.api.telemetry.summary import kv_cache_usage
-from eagle_server.request import CycleStats, EngineStats, FinishReason, Ready
+from eagle_server.api.telemetry.request_record import EngineRequestRecord, RequestRecord, current_request
+from eagle_server.api.telemetry.summary import Summary, kv_cache_usage
+from eagle_server.client.observer import Observer
+from eagle_server.request import CycleStats, Deltas, EngineStats, FinishReason, Ready, Request, TokenDelta
 
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class ServerMetrics:
+class ServerMetrics(Observer):
     """Metrics with their own registry, so that one process may run several servers. Counters survive engine restarts.
 
     Most metrics appear when the engine is up for the first time, because their buckets depend on what it serves.
     """
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None], summary: Summary) -> None:
+        """`summary` gets the same cycles."""
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._stats = stats
+        self._summary = summary
+        self._records: dict[str, EngineRequestRecord] = {}
         self._definitions: MetricDefinitions | None = None
         self._engine_pid: int | None = None
         ProcessCollector(registry=self.registry)
@@ -56,6 +61,8 @@ class ServerMetrics:
             registry=self.registry,
         )
 
+    # --- The engine client's events. ---
+
     def attached(self, ready: Ready) -> None:
         self._engine_pid = ready.pid
         if self._definitions is not None:
@@ -69,11 +76,65 @@ class ServerMetrics:
         self._definitions.kv_cache_usage.set_function(lambda: self._state(kv_cache_usage))
         self._definitions.draft_warning.set_function(lambda: self._state(lambda stats: stats.draft_warning is not None))
 
+    def detached(self) -> None:
+        for record in self._records.values():
+            record.engine_died = True
+
+    def submitted(self, requests: Sequence[Request]) -> None:
+        http_request = current_request.get()
+        # the choices of one prompt share its list of tokens
+        prompts = {id(request.prompt_token_ids) for request in requests}
+        n = len(requests) // max(len(prompts), 1)
+        for request in requests:
+            prompt = id(request.prompt_token_ids)
+            record = EngineRequestRecord(request, n if prompt in prompts else None)
+            prompts.discard(prompt)
+            self._records[request.request_id] = record
+            if http_request is not None:
+                http_request.engine_requests.append(record)
+
+    def dispatched(self, message: Deltas) -> None:
+        now = time.monotonic()
+        generated = 0
+        for delta in message.deltas:
+            generated += len(delta.token_ids)
+            record = self._records.get(delta.request_id)
+            if record is not None:
+                self._advance(record, delta, now)
+        if message.cycle is not None:
+            self._cycle(message.cycle, generated)
+            self._summary.cycle(message.cycle, generated, message.stats, now)
+
+    def completed(self, request_id: str, kept: int) -> None:
+        if request_id in self._records:
+            self._records[request_id].kept = kept
+
+    def left(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            record = self._records.pop(request.request_id, None)
+            if record is not None:
+                self._finished(record)
+
+    # --- Updates. ---
+
     def _state(self, value: Callable[[EngineStats], float]) -> float:
         stats = self._stats()
         return 0.0 if stats is None else value(stats)
 
-    def cycle(self, cycle: CycleStats, generated: int) -> None:
+    def _advance(self, record: EngineRequestRecord, delta: TokenDelta, now: float) -> None:
+        if delta.token_ids:
+            if record.newest_token is None:
+                record.first_token = now
+                self._defined.time_to_first_token.observe(now - record.submitted)
+            else:
+                self._defined.inter_token_latency.observe(now - record.newest_token)
+            record.newest_token = now
+            record.tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            # Keep nothing that takes memory: the record stays until the HTTP request ends.
+            record.last, record.ended = replace(delta, logprobs=None, prompt_logprobs=None, tree=None), now
+
+    def _cycle(self, cycle: CycleStats, generated: int) -> None:
         """A cycle ended in which the engine generated `generated` tokens."""
         metrics = self._defined
         metrics.prompt_tokens.inc(cycle.prompt_tokens)
@@ -115,15 +176,7 @@ class ServerMetrics:
         for length in accepted:
             metrics.accept_length.observe(length + 1)
 
-    def first_token(self, seconds: float) -> None:
-        """A request's first token arrived `seconds` after its submission."""
-        self._defined.time_to_first_token.observe(seconds)
-
-    def next_tokens(self, seconds: float) -> None:
-        """Further tokens of a request arrived `seconds` after the previous ones."""
-        self._defined.inter_token_latency.observe(seconds)
-
-    def finished(self, record: EngineRequestRecord) -> None:
+    def _finished(self, record: EngineRequestRecord) -> None:
         """An engine request has ended."""
         metrics = self._defined
         metrics.finished(record.reason).inc()
@@ -146,7 +199,9 @@ class ServerMetrics:
         if record.tokens > 1:
             metrics.time_per_output_token.observe(timing.decode / (record.tokens - 1))
 
-    def responded(self, record: RequestRecord, paths: Collection[str]) -> None:
+    # --- The access log's events. ---
+
+    def responded(self, paths: Collection[str], record: RequestRecord) -> None:
         """An HTTP request has ended. Paths that are not among `paths`, and other methods, have one label each."""
         path = record.path if record.path in paths else "other"
         method = record.method if record.method in METHODS else "other"

@@ -1,4 +1,4 @@
-"""Server-sent events, and cancelling work when the client disconnects."""
+"""What a handler does with its connection: it sends events, and cancels work when the client disconnects."""
 
 from __future__ import annotations
 
