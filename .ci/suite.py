@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-import xml.etree.ElementTree as ET  # noqa: N817  the usual name
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 CACHE = Path(".pytest_cache")
@@ -82,7 +82,7 @@ def _a_worker_crashed(report: Path) -> bool:
 def _seconds(report: Path) -> dict[str, float]:
     """By test id. A report has modules with dots, and no `::`."""
     found = dict[str, float]()
-    for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314  written by the run before
+    for case in ET.parse(report).getroot().iter("testcase"):
         module = re.sub(r"\.", "/", case.get("classname", ""))
         found[f"{module}.py::{case.get('name')}"] = float(case.get("time", 0))
     return found

@@ -83,6 +83,7 @@ API_FROM_THE_TOP = {  # the rooms of api/: each imports only rooms below it
     "unix_socket": "a listening socket",
     "errors": "errors in the client's shape; all may raise them",
 }
+MOST_ARGUMENTS = 8
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
 READ_SIZES = {  # functions that read sizes from the device, and why that costs no cycle on a GPU
     "speculation.tree": {
@@ -255,6 +256,30 @@ def test_no_class_name_stands_twice():
                 places.setdefault(node.name, []).append(at(path, node))
     twice = {class_name: found for class_name, found in places.items() if len(found) > 1}
     assert not twice, f"one name, one class: {twice}"
+
+
+@each_module
+def test_no_function_takes_more_than_eight_arguments(path):
+    """What travels together is a dataclass. Triton's kernels are launched with all that they read."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if any(ast.unparse(each).startswith("jit") for each in node.decorator_list):
+                continue
+            arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
+            assert count <= MOST_ARGUMENTS, f"{at(path, node)}: {node.name} takes {count} arguments"
+
+
+@each_module
+def test_a_cycle_asks_ops_what_a_device_is(path):
+    """`ops.device` has the questions with their names, so that a cycle has no conditions on a device's type."""
+    if is_in(name(path), "worker", "cache", "speculation", "scheduling", "attention.torch_native"):
+        asked = [
+            at(path, node)
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute) and "device.type" in ast.unparse(node)
+        ]
+        assert not asked, f"ask eagle_server.ops.device: {asked}"
 
 
 @each_module

@@ -28,8 +28,8 @@ from eagle_server.attention.spec_info import (
     even_indptr,
     kv_arguments,
 )
+from eagle_server.ops.device import upload
 from eagle_server.ops.indices import indptr_of, window_slots
-from eagle_server.ops.upload import upload
 
 # Arguments of FlashInfer's plan and run, computed on the device.
 

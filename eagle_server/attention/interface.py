@@ -189,14 +189,14 @@ class BoundAttention(ABC):
         assert self.recurrent is not None, "the batch was made without the states of its requests"
         return self.recurrent.run(x, gates, layer)
 
-    def decode(  # noqa: PLR0913, PLR0917
+    def decode(
         self,
-        decoder: NativeDecoder | None,  # noqa: ARG002
-        x: Tensor,  # noqa: ARG002
-        residual: Tensor | None,  # noqa: ARG002
-        positions: Tensor,  # noqa: ARG002
-        aux_boundaries: Sequence[int] = (),  # noqa: ARG002
-        layer_inputs: Tensor | None = None,  # noqa: ARG002
+        decoder: NativeDecoder | None,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        aux_boundaries: Sequence[int] = (),
+        layer_inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """All layers in one native call (see `NativeDecoder`); None: the model computes them one by one."""
         return None

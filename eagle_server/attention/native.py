@@ -34,7 +34,7 @@ class NativeAttention:
         caches = tuple(zip(pool.keys, pool.values, strict=True))
         return cls(pool, caches) if all(attends(*pair) for pair in caches) else None
 
-    def plan(self, layout: Layout) -> Self:  # noqa: ARG002  the batch has the layout too
+    def plan(self, layout: Layout) -> Self:
         return self
 
     def bind(self, batch: AttentionBatch) -> BoundNative:
@@ -60,7 +60,7 @@ class BoundNative(BoundAttention):
         """See `BoundAttention.attend`."""
         return self.native_rows.attend(q, None, layer.index, self._shape(q, layer))
 
-    def decode(  # noqa: PLR0913, PLR0917
+    def decode(
         self,
         decoder: NativeDecoder | None,
         x: Tensor,

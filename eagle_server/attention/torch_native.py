@@ -18,7 +18,7 @@ from eagle_server.attention.dense import with_sinks
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, LayerSpec, Layout, TreeMask
 from eagle_server.attention.native import NativeAttention
 from eagle_server.cache.pool import Pool
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import mirrors, upload
 
 MANY_TREES, SMALL_TREE = 8, 4  # requests from which trees are grouped by size, and nodes of a small one
 SHORT_QUERY = 32  # requests with at most this many query rows share one padded group; each longer one has its own
@@ -71,9 +71,9 @@ class TorchNativeAttention:
     @property
     def ragged_trees(self) -> bool:
         """On a CPU only. Elsewhere the host would have to wait for the numbers of rows."""
-        return self.pool.keys[0].device.type == "cpu"
+        return not mirrors(self.pool.keys[0].device)
 
-    def plan(self, layout: Layout) -> Self:  # noqa: ARG002  the batch has the layout too
+    def plan(self, layout: Layout) -> Self:
         return self
 
     def bind(self, batch: AttentionBatch) -> BoundTorchNative:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import mirrors, upload
 
 _CPU = torch.device("cpu")
 Change = tuple[int, int, NDArray[np.int32]]  # req_pool_index, first position, slots
@@ -32,7 +32,7 @@ class PageTable:
         self._free_rows = list(range(rows - 1, -1, -1))
         self._within_page = np.arange(page_size, dtype=np.int32)
         host = torch.from_numpy(self.slots)
-        self._is_copy = device.type != "cpu"
+        self._is_copy = mirrors(device)
         self.tensor = host.to(device) if self._is_copy else host
         self._changes: list[Change] | None = [] if self._is_copy or shared else None
 

@@ -93,7 +93,7 @@ class LatentPool:
         self.keys = tuple(layer[:, None] for layer in self.data.unbind(0))
         self.values = tuple(layer[:, None, :rank] for layer in self.data.unbind(0))
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: ARG002  v is part of k
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.keys[layer].index_copy_(0, slots, k)
 
     def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:

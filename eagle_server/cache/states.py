@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import upload
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.recurrent import NativeStates
 from eagle_server.ops.recurrent import RecurrentNodes, RecurrentShape, after_path
 from eagle_server.ops.recurrent_kernels import computed, keep_paths
-from eagle_server.ops.upload import upload
 
 
 class StatePool:
@@ -22,7 +22,7 @@ class StatePool:
     checkpoints for the prefix cache: copies of states, which have no nodes.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917
+    def __init__(
         self,
         layers: int,
         rows: int,

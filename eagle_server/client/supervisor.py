@@ -54,7 +54,7 @@ class Backoff:
 class Supervisor:
     """Keeps an engine process running and the client attached to it."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         build: Callable[..., EngineProtocol],
         client: EngineClient,

@@ -40,7 +40,7 @@ class HumanLines(logging.Formatter):
         self._context, self._whole = context, whole
         self._warning = logging.PercentStyle(WARNING)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+    def formatMessage(self, record: logging.LogRecord) -> str:
         plain = self._whole or record.levelno == logging.INFO
         text = super().formatMessage(record) if plain else self._warning.format(record)
         shown = " ".join(f"{name}={value}" for name, value in self._context().items())

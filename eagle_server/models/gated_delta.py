@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         """What `BoundAttention.recur` computes with."""
         return RecurrentLayer(self.index, self.shape, self.conv, self.a_log, self.dt_bias)
 
-    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         shape = self.shape
         mixed, z, gates = self._split(self.in_proj(x), self.gates(x))
         out = attention.recur(mixed, gates, self.spec)  # [rows, value_heads, value_dim]
@@ -78,7 +78,7 @@ class GatedDeltaNet(nn.Module):
         b, a = _by_kind(gates, shape.key_heads, [shared, shared])
         return torch.cat([q, k, v], dim=1), z, torch.cat([b, a], dim=1)
 
-    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> DeltaWeights | None:  # noqa: ARG002
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> DeltaWeights | None:
         """See `Mixer`."""
         projections, gates, out = self.in_proj.native, self.gates.native, self.out.native
         if self.ranks is not None or projections is None or gates is None or out is None:

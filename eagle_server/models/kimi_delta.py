@@ -47,7 +47,7 @@ class KimiDelta(nn.Module):
         """What `BoundAttention.recur` computes with."""
         return RecurrentLayer(self.index, self.shape, self.conv, self.a_log, self.dt_bias)
 
-    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         shape = self.shape
         sizes = [shape.channels, shape.value_heads, shape.key_dim, shape.key_dim]
         inputs, rates, decay, gate = self.in_proj(x).split_with_sizes(sizes, dim=1)

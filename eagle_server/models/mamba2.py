@@ -56,7 +56,7 @@ class Mamba2(nn.Module):
         """What `BoundAttention.recur` computes with."""
         return RecurrentLayer(self.index, self.shape, self.conv, self.a_log, self.dt_bias, self.conv_bias, self.skip)
 
-    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         sizes = [self.values, self.shape.channels, self.shape.gates]
         z, inputs, steps = self.projected(x).split_with_sizes(sizes, dim=1)
         out = attention.recur(inputs, steps, self.spec).flatten(1)

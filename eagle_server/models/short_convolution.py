@@ -39,7 +39,7 @@ class ShortConvolution(nn.Module):
         nothing = self.conv.new_empty(0)
         return RecurrentLayer(self.index, self.shape, self.conv, nothing, nothing, self.conv_bias)
 
-    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         before, after, inputs = self.in_proj(x).chunk(3, dim=1)
         inputs = before * inputs
         mixed = attention.recur(inputs, inputs[:, :0], self.spec).flatten(1)

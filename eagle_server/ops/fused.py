@@ -26,7 +26,7 @@ _uses_flashinfer = False
 
 def use_flashinfer(*, enabled: bool) -> None:
     """Whether this process computes with FlashInfer's kernels: while its newest engine has the backend flashinfer."""
-    global _uses_flashinfer  # noqa: PLW0603  one process serves one model
+    global _uses_flashinfer
     _uses_flashinfer = enabled
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.device import on_gpu
+from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 512
 _SPLITS = 8  # programs per request
@@ -202,7 +203,7 @@ def _kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
 
 
 @jit(varying=("req_pool_indices", "first", "count", "offset"))
-def _window_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _window_kernel(  # type: ignore[no-untyped-def]
     table, req_pool_indices, first, out, table_stride, count, offset, BLOCK: tl.constexpr
 ):
     request = tl.program_id(0).to(tl.int64)

@@ -7,8 +7,9 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.native.library import available, check_inside, functions, pointer
-from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _BLOCK = 1024  # units of one slot's data that a program moves

@@ -93,14 +93,14 @@ def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
     return QuantizedWeight(quantization, codes, scales.t().contiguous(), zeros.t().contiguous(), group)
 
 
-def _int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001  all inputs are one group
+def _int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """codes [rows, in], scales and zeros [rows, 1]."""
     scales = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     codes = (weight / scales).round_().clamp_(-127, 127) + 128
     return codes.to(torch.uint8), scales, torch.full_like(scales, 128, dtype=torch.uint8)
 
 
-def _fp8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001  all inputs are one group
+def _fp8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """codes [rows, in], scales and zeros [rows, 1]."""
     codes, scales = fp8_rows(weight)
     return codes, scales, torch.zeros_like(scales, dtype=torch.uint8)

@@ -119,7 +119,7 @@ class RecurrentNodes:
     decays: Tensor  # g, [n, D, decays]
 
 
-def recurrent_nodes(  # noqa: PLR0913, PLR0917
+def recurrent_nodes(
     x: Tensor,
     gates: Tensor,
     layer: RecurrentLayer,
@@ -164,7 +164,7 @@ def _heads(mixed: Tensor, shape: RecurrentShape) -> tuple[Tensor, Tensor, Tensor
     return (_normalized(q) * shape.key_dim**-0.5, _normalized(k), v) if shape.solves else (q, k, v)
 
 
-def _chunk(  # noqa: PLR0913, PLR0917
+def _chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,

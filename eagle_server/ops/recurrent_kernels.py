@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.recurrent import NORM_EPS, RecurrentLayer, RecurrentShape
-from eagle_server.ops.triton_support import blocks, constant, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
 
 LARGEST_TREE = 64  # nodes: a program holds a square of them in registers
 _LARGEST_KEY = 256
@@ -138,7 +139,7 @@ def _mixed(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 
 
 @jit(varying=("parents", "mask", "counts", "first", "requests", "size", "steps"))
-def _tree_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0914, PLR0915, PLR0917
+def _tree_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915, PLR0917
     x,
     gates,
     parents,
@@ -243,7 +244,7 @@ def _tree_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0914, PLR
 
 
 @jit
-def _move_ring(ring, own, path, length, channels, channel, is_channel, KERNEL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _move_ring(ring, own, path, length, channels, channel, is_channel, KERNEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """The last inputs of (ring, inputs of the path's nodes), for some channels. Each thread moves its own ones."""
     for i in tl.static_range(KERNEL - 1):
         place = length + i
@@ -255,7 +256,7 @@ def _move_ring(ring, own, path, length, channels, channel, is_channel, KERNEL: t
 
 
 @jit(varying=("path", "requests", "bs", "width"))
-def _keep_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0914, PLR0917
+def _keep_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     path,
     requests,
     states,

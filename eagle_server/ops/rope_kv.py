@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.fused import AngleTable, rms_norm, rotate
-from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 
 class HeadNorms(NamedTuple):

@@ -9,8 +9,6 @@ from functools import partial
 from subprocess import CalledProcessError
 from typing import Any, overload
 
-from torch import Tensor
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 triton: Any = importlib.import_module("triton") if HAS_TRITON else None
@@ -58,11 +56,6 @@ def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = ()
 def constant(value: int | float) -> Any:
     """A module-level constant for use in kernels."""
     return tl.constexpr(value) if HAS_TRITON else value
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` runs its kernel rather than its torch twin."""
-    return HAS_TRITON and tensor.is_cuda
 
 
 def blocks(count: int, size: int) -> int:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree.build import link_tree
-from eagle_server.ops.tree.candidates import BestCandidates, best_candidates
-from eagle_server.speculation.tree import Tree
+from eagle_server.ops.tree.candidates import best_candidates
+from eagle_server.speculation.tree import Tree, selected_tree
 
 
 class Children(NamedTuple):
@@ -44,12 +43,3 @@ def organize_draft_results(
     first = torch.arange(-1, topk if len(levels) > 1 else 0, device=tokens.device).expand(len(tokens), -1)
     later = [fed + topk + step * topk**2 for step, fed in enumerate(chosen)]
     return selected_tree(verified_id, seq_lens, best, torch.cat([first, *later], dim=1), topk, len(levels))
-
-
-def selected_tree(  # noqa: PLR0913, PLR0917
-    verified_id: Tensor, seq_lens: Tensor, best: BestCandidates, parent_list: Tensor, topk: int, steps: int
-) -> Tree:
-    """The trees of the selected candidates, with corrected scores. For `parent_list` see `link_tree`."""
-    parents, depths, mask = link_tree(best.selected, parent_list, topk, steps)
-    tokens = torch.cat([verified_id[:, None], best.tokens], dim=1)
-    return Tree(tokens, parents, depths, mask, seq_lens[:, None] + depths, steps, topk, best.scores, best.guesses)

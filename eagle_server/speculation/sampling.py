@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import upload
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.truncate import NO_TOP_K, has_truncation_kernel, truncate_rows
-from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_EDGES, RequestSampling
 from eagle_server.speculation.transforms import PenalizerState, Rows, Transform, transforms_of
 from eagle_server.speculation.tree import Tree

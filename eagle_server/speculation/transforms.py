@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import MASK_WORD, RequestSampling
 from eagle_server.speculation.bad_words import ANY, PATH_START, short_words
 from eagle_server.speculation.tree import Tree

@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree.build import ancestors
+from eagle_server.ops.tree.build import ancestors, link_tree
+from eagle_server.ops.tree.candidates import BestCandidates
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Tree:
         return replace(self, scores=None, guesses=None)
 
 
-def build_tree(  # noqa: PLR0913, PLR0917
+def build_tree(
     verified_id: Tensor, seq_lens: Tensor, tokens: Tensor, parents: Tensor, steps: int, scores: Tensor | None = None
 ) -> Tree:
     """Add the roots, verified_id [bs] at positions seq_lens [bs], to drafted nodes.
@@ -92,6 +93,15 @@ def build_tree(  # noqa: PLR0913, PLR0917
     root = parents.new_full((len(verified_id), 1), -1)
     tokens, parents = torch.cat([verified_id[:, None], tokens], dim=1), torch.cat([root, parents], dim=1)
     return Tree.linked(tokens, parents, seq_lens, steps, scores=scores)
+
+
+def selected_tree(
+    verified_id: Tensor, seq_lens: Tensor, best: BestCandidates, parent_list: Tensor, topk: int, steps: int
+) -> Tree:
+    """The trees of the selected candidates, with corrected scores. For `parent_list` see `link_tree`."""
+    parents, depths, mask = link_tree(best.selected, parent_list, topk, steps)
+    tokens = torch.cat([verified_id[:, None], best.tokens], dim=1)
+    return Tree(tokens, parents, depths, mask, seq_lens[:, None] + depths, steps, topk, best.scores, best.guesses)
 
 
 def root_alone(verified_id: Tensor, seq_lens: Tensor) -> Tree:

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.worker.clock import StageClock
 
 UNUSED = "unused"  # the stage of a forward that was computed for nothing

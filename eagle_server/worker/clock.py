@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from eagle_server.ops.device import has_streams
 from eagle_server.plan import TRACED_STAGE
 
 
@@ -20,7 +21,7 @@ class StageClock:
     """Times the stages of one cycle. On a GPU a stage is the time between its two events on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._cuda = device, device.type == "cuda"
+        self.device, self._cuda = device, has_streams(device)
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 

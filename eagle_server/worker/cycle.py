@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Failure, SequenceOutput
 from eagle_server.request import DraftTree, FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import Decode, SequenceOutput
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.worker.ahead import UNUSED, ForwardAhead
@@ -36,7 +36,7 @@ class TreeDrafting:
     Its estimates, if there are any, are those of `batches`; they learn from cycles that drafted.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         drafter: Drafter[Any],
         batches: Batches,

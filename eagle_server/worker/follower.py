@@ -16,7 +16,7 @@ from eagle_server.attention.batches import verify_layout
 from eagle_server.attention.interface import PagedRequests
 from eagle_server.cache.page_table import write_changes
 from eagle_server.models.ranks import RankGroup
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import StateMoves, StateSave
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import Piece, prompt_batch

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.ops.device import has_streams
 from eagle_server.request import TokenLogprob
 
 
@@ -44,7 +45,7 @@ class HostCopy:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
-        if tensors and next(iter(tensors.values())).device.type == "cuda":
+        if tensors and has_streams(next(iter(tensors.values())).device):
             flat = _packed(tuple(tensors.values()))
             pinned = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
             self._copied = (pinned, torch.cuda.Event())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.cache.states import StatePool
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import NO_MOVES, StateMoves
 
 

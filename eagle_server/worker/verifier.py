@@ -16,7 +16,7 @@ from eagle_server.attention.spec_info import EagleVerifyInput
 from eagle_server.cache.pool import Pool
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target, TargetOutput
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import NO_MOVES, Chunk, StateMoves, StateSave
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, compacted

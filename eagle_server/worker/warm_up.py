@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from eagle_server.ops.device import has_streams, mirrors
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget.cost_model import CostModel, StageTimes
@@ -39,7 +40,7 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
             decodes = (Decode(row, length, verified_id=0, sampling=sampling),) * size
             worker.run(CyclePlan(decodes=decodes, released=(row,), warm_up=shape))
     worker.run(CyclePlan(released=(row,), warm_up=shape))
-    if worker.batches.device.type == "cuda":
+    if has_streams(worker.batches.device):
         torch.cuda.synchronize()
 
 
@@ -75,7 +76,7 @@ def _own_slots(worker: Worker, requests: int, length: int) -> Iterator[Sequence[
     Before the first request all slots are free. Only on a CPU is the page table the host's own.
     """
     batches = worker.batches
-    if batches.device.type != "cpu":
+    if mirrors(batches.device):
         yield (batches.pad_row,) * requests
         return
     table, pool = batches.table.tensor, worker.verifier.pool

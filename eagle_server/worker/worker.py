@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import mirrors, upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance
 from eagle_server.speculation.sampling import draw
@@ -184,7 +184,7 @@ class Worker:
         tokens, scores = draw(logits, positions[:, None], sampling)
         uses_features = self.drafter.uses_features
         prompts = (chunks, batch, prefilled.features if uses_features else None)
-        if self.overlaps or device.type != "cpu":  # the device works while the host reads the results
+        if self.overlaps or mirrors(device):  # the device works while the host reads the results
             self.drafter.prefill(self.batches.prompts(*prompts))
         else:
             self._prompts = prompts

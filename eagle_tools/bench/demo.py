@@ -55,7 +55,7 @@ def held_out(count: int) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts[:count]]
 
 
-def measure(  # noqa: PLR0913
+def measure(
     engine: Engine,
     name: str,
     prompt: Sequence[int],

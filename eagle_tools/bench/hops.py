@@ -165,7 +165,7 @@ async def _served(path: str, body: Mapping[str, Any], config: Config) -> Hops:
     server = HttpServer(app)
     with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as listener:
         engine = _EngineThread(config, Path(directory), recorder)
-        receiving = asyncio.create_task(Supervisor(_no_process, client)._pump(engine))  # type: ignore[arg-type]  # noqa: SLF001
+        receiving = asyncio.create_task(Supervisor(_no_process, client)._pump(engine))  # type: ignore[arg-type]
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await client.until_available()
         post = partial(_post, f"http://127.0.0.1:{listener.getsockname()[1]}{path}", body)

@@ -62,7 +62,7 @@ async def test_vllms_older_and_sglangs_names_of_grammars(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_stop_text_is_part_of_the_output_if_asked(http: httpx.AsyncClient, kept: bool) -> None:  # noqa: FBT001
+async def test_a_stop_text_is_part_of_the_output_if_asked(http: httpx.AsyncClient, kept: bool) -> None:
     body = {"prompt": "abcdefgh", "max_tokens": 20, "stop": ["def"], "include_stop_str_in_output": kept}
     answer = await complete(http, **body)
     text = "abcdef" if kept else "abc"

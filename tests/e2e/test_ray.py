@@ -29,7 +29,7 @@ from eagle_tools.bench.servers import running
 
 pytest.importorskip("ray.serve", reason="pip install -e '.[ray]'")
 
-from deploy.ray.application import OWN, app, deployment_options  # noqa: E402
+from deploy.ray.application import OWN, app, deployment_options
 
 pytestmark = [pytest.mark.third_party, pytest.mark.slow, pytest.mark.timeout(900)]
 

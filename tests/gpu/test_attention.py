@@ -137,7 +137,7 @@ def mha(on: OnDevice, module: Any, limits: AttentionLimits, modes: str) -> Flash
 @pytest.mark.parametrize("limits", [EAGER, STATIC], ids=["eager", "static"])
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("phase", PHASES)
-def test_flashinfer_gives_dense_attention(  # noqa: PLR0917
+def test_flashinfer_gives_dense_attention(
     device: torch.device, flashinfer: Any, phase: str, modes: str, limits: AttentionLimits, heads: int, kv_heads: int
 ) -> None:
     on = world_on(device, **heads_of(device, heads, kv_heads))

@@ -76,7 +76,7 @@ def test_states_merge_alike(device: torch.device, shape: tuple[int, ...], dtype:
     torch.testing.assert_close(lse.cpu().double(), total, rtol=1e-5, atol=1e-5)
 
 
-def _merged(  # noqa: PLR0917
+def _merged(
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor, scale: float, prefix: Tensor, lse: Tensor
 ) -> Tensor:
     """The expected output in float64: a softmax over the prefix's log-sum-exp and the block's scores."""

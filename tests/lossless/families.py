@@ -120,7 +120,7 @@ def _files(toy: Toy) -> bool:
     raw, file = (toy.directory / "config.json").read_text(), toy.directory / "model.safetensors"
     whole, packed, dense = load_file(file), {}, {}
     for name, tensor in whole.items():
-        is_linear = name.endswith("_proj.weight") and tensor.dim() == 2  # noqa: PLR2004
+        is_linear = name.endswith("_proj.weight") and tensor.dim() == 2
         parts, meaning = as_int8(name.removesuffix(".weight"), tensor) if is_linear else ({name: tensor}, tensor)
         packed |= parts
         dense[name] = meaning

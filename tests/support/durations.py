@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import xml.etree.ElementTree as ET  # noqa: N817  the usual name
+import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +13,7 @@ MOST = 20
 def seconds_by_file(report: Path) -> Counter[str]:
     """Seconds of each test module, in all processes together."""
     seconds = Counter[str]()
-    for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314  written by the run before
+    for case in ET.parse(report).getroot().iter("testcase"):
         seconds[case.get("classname", "")] += float(case.get("time", 0))  # type: ignore[assignment]
     return seconds
 

@@ -124,7 +124,7 @@ def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **
     return assemble(target, None, engine_config(**settings), **(stand_ins or {}))
 
 
-def speculative(  # noqa: PLR0913
+def speculative(
     target: TargetModel,
     head: DraftHead,
     steps: int = 3,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_server.ops
-from eagle_server.ops import upload as upload_module
+from eagle_server.ops import device as device_module
 from eagle_server.worker import host
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.fused_kernels import fake_flashinfer, use_kernel_branch
@@ -188,7 +188,7 @@ def _count_copies(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> No
         if tensors:
             host._packed(tuple(tensors.values()))
 
-    monkeypatch.setattr(upload_module, "torch", Torch("torch"))
+    monkeypatch.setattr(device_module, "torch", Torch("torch"))
     monkeypatch.setattr(host.HostCopy, "__init__", packed)
 
 

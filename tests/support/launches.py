@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from eagle_server.ops import triton_support
+from eagle_server.ops import device as device_module
 from tests.support.replay import tensors_of
 
 CHOICES = {"on_gpu", "has_truncation_kernel"}  # which choose between a kernel and its twin
@@ -91,7 +91,7 @@ def compute_with_twins(
         for name, value in list(vars(module).items()):
             if is_operation(value):
                 monkeypatch.setattr(module, name, wrapped.setdefault(value, operation(value)))
-        if module.__name__.startswith("eagle_server.ops.") and hasattr(module, "on_gpu") and module != triton_support:
+        if module.__name__.startswith("eagle_server.ops.") and hasattr(module, "on_gpu") and module != device_module:
             monkeypatch.setattr(module, "on_gpu", lambda _: not twins)
 
 

@@ -131,7 +131,7 @@ def generate_medusa_buffers(
     }
 
 
-def generate_candidates(  # noqa: PLR0913
+def generate_candidates(
     medusa_logits: Tensor,
     logits: Tensor,
     tree_indices: Tensor,
@@ -164,7 +164,7 @@ def generate_candidates(  # noqa: PLR0913
     return by_path, by_node[None]
 
 
-def evaluate_posterior(  # noqa: PLR0913
+def evaluate_posterior(
     logits: Tensor,
     candidates: Tensor,
     temperature: float,
@@ -206,7 +206,7 @@ def evaluate_posterior(  # noqa: PLR0913
     return torch.where(longest == 0, 0, best), longest
 
 
-def _kept_probs(  # noqa: PLR0913, PLR0917
+def _kept_probs(
     logits: Tensor, temperature: float, sampling: Rule, posterior_threshold: float, posterior_alpha: float, top_p: float
 ) -> Tensor:
     """Probabilities [.., V] at a temperature, truncated by the rule and renormalized."""

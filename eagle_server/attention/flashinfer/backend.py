@@ -82,7 +82,7 @@ class FlashInferAttention(FlashInferBackend):
         ImportError: FlashInfer is not installed.
     """
 
-    def __init__(  # noqa: PLR0913  the arguments of one composition root
+    def __init__(
         self,
         pool: KVPool,
         workspace: Workspace,

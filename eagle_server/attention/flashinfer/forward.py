@@ -166,7 +166,7 @@ class _StaticWrappers:
 class FlashInferPlan:
     """See `AttentionPlan`. There is one wrapper and one mode per spec, in the order of the backend's specs."""
 
-    def __init__(  # noqa: PLR0913, PLR0917  made in one place
+    def __init__(
         self,
         backend: FlashInferBackend,
         layout: Layout,

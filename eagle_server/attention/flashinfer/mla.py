@@ -43,7 +43,7 @@ class FlashInferMLAAttention(FlashInferBackend):
         ImportError: FlashInfer is not installed.
     """
 
-    def __init__(  # noqa: PLR0913  the arguments of one composition root
+    def __init__(
         self,
         pool: LatentPool,
         workspace: Workspace,
@@ -63,7 +63,7 @@ class FlashInferMLAAttention(FlashInferBackend):
             raise ValueError("latent attention has no sliding windows")
         workspace.require(_floats(self._rank, workspace.device))
 
-    def mode(self, layout: Layout, sliding: int) -> Mode:  # noqa: ARG002  sliding is always 0
+    def mode(self, layout: Layout, sliding: int) -> Mode:
         if layout.mask_width is not None:
             return "cascade"
         return "decode" if layout.q_len == 1 else "prefill"
@@ -150,7 +150,7 @@ class MLAWrapper:
         self._wrapper.plan(metadata=metadata, **self._arguments)
         self.fence.set()
 
-    def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:  # noqa: ARG002
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend with q [T, heads, rank + rope_dim] over latents [slots, 1, rank + rope_dim].
 
         Writes `out`, and the base-2 LSE to `lse`.

@@ -30,7 +30,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.triton_support import on_gpu
+from eagle_server.ops.device import on_gpu
 from eagle_server.plan import TreeShape
 from eagle_server.request import Ready
 from eagle_server.scheduling.admission import SchedulerLimits

@@ -195,7 +195,7 @@ def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int
     )
 
 
-def _fill(  # noqa: PLR0913
+def _fill(
     model: TargetModel,
     stored: Weights,
     directory: Path,

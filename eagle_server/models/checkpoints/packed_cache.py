@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class PackedCache:
     """The file of one checkpoint in one format."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self, directory: Path, checkpoint: Path, stored: Weights, quantization: Quantization, dtype: torch.dtype
     ) -> None:
         """`directory` keeps the files. Their names change with the checkpoint, and with how weights are rounded.

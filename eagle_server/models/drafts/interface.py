@@ -90,7 +90,7 @@ class DraftHead(DraftModel):
         features: Tensor,
         positions: Tensor,
         attention: BoundAttention,
-        row_before: Callable[[int, Tensor], Tensor] | None = None,  # noqa: ARG002
+        row_before: Callable[[int, Tensor], Tensor] | None = None,
     ) -> DraftOutput:
         """`forward` over committed tokens, each with the target's feature [rows, F] of the position before it.
 
@@ -101,13 +101,13 @@ class DraftHead(DraftModel):
 
     def step(
         self,
-        level: int,  # noqa: ARG002
+        level: int,
         tokens: Tensor,
         hidden: Tensor,
         positions: Tensor,
         attention: BoundAttention,
         *,
-        is_last: bool = False,  # noqa: ARG002
+        is_last: bool = False,
     ) -> DraftOutput:
         """`forward` over the nodes of a level of trees (1: the root's children), each with its parent's feedback.
 

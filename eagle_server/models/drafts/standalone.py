@@ -31,7 +31,7 @@ class DraftLM(DraftHead):
     def combine(self, features: Tensor) -> Tensor:
         return features
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:  # noqa: ARG002
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows] -> hidden states [rows, H], for both fields of the output. Ignores `hidden`."""
         out = self.model(tokens, positions, attention)
         return DraftOutput(out.hidden, out.hidden)

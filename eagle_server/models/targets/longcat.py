@@ -46,7 +46,7 @@ class ShortcutLayer(nn.Module):
         residual: Tensor | None,
         rope: Rotation,
         attention: BoundAttention,
-        layer_input: Tensor | None = None,  # noqa: ARG002
+        layer_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer`."""
         shortcut: Tensor | None = None

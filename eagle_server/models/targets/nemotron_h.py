@@ -108,7 +108,7 @@ class NemotronLayer(nn.Module):
         residual: Tensor | None,
         rope: Rotation,
         attention: BoundAttention,
-        layer_input: Tensor | None = None,  # noqa: ARG002
+        layer_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer`."""
         normed, residual = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)

@@ -193,7 +193,7 @@ class NativeDecoder:
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()
         self._states: NativeStates | None = None
 
-    def __call__(  # noqa: PLR0913, PLR0917
+    def __call__(
         self,
         x: Tensor,
         residual: Tensor | None,

@@ -147,7 +147,7 @@ class NativeHead:
         check_inside(outside=bool(outside))
         return feedback, logp, found
 
-    def steps(  # noqa: PLR0913, PLR0917
+    def steps(
         self,
         requests: DraftRequests,
         correction: Correction | None,

@@ -29,7 +29,7 @@ def use_native(wanted: Literal["auto", "native", "torch"]) -> None:
     Raises:
         BuildError: "native" is wanted, and the kernels cannot be compiled.
     """
-    global _enabled  # noqa: PLW0603  one process serves one model
+    global _enabled
     _enabled = wanted != "torch"
     if wanted == "native":
         library()
@@ -74,7 +74,7 @@ def set_threads(threads: int, *, fused: bool) -> None:
     `fused`: native calls do nearly all of the work. Then torch gets one thread, because its threads spin after each
     operation, on the cores that the kernels' threads want.
     """
-    global _threads  # noqa: PLW0603  one process computes one model
+    global _threads
     _threads = threads
     torch.set_num_threads(1 if fused else threads)
 

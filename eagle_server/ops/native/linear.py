@@ -45,7 +45,7 @@ class NativeWeight:
         functions().eagle_pack(session(), byref(shape), pointer(source), pointer(self.data))
 
     @classmethod
-    def packed(  # noqa: PLR0913
+    def packed(
         cls,
         shape: tuple[int, int],
         quantization: Quantization,

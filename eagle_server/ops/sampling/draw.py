@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.sampling import NativeScoring
 from eagle_server.ops.sampling.gumbel import gumbel, gumbel_at, row_state
-from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 2048  # tokens per program of the first stage
 
@@ -111,7 +112,7 @@ def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # t
 
 
 @jit
-def perturb_at(value, request, row, ahead, keys, positions, temperature, token):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def perturb_at(value, request, row, ahead, keys, positions, temperature, token):  # type: ignore[no-untyped-def]
     """The scores of a block of one row; `value` holds its logits, `token` the tokens whose noise they get.
 
     The noise is that of keys[request] at positions[row] + ahead.

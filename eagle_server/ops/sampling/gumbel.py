@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.sampling import NativeScoring
-from eagle_server.ops.triton_support import blocks, constant, jit, on_gpu, tl
+from eagle_server.ops.triton_support import blocks, constant, jit, tl
 
 GAMMA = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.sampling import NativeScoring
 from eagle_server.ops.sampling.draw import perturb, perturb_at
-from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 MAX_TOPK = 16  # limit of the kernel, which finds the k best one after the other
 _BLOCK = 2048  # tokens per program of the first stage

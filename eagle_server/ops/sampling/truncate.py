@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import constant, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.device import on_gpu
+from eagle_server.ops.triton_support import constant, jit, power_of_two, tl
 
 NO_TOP_K = float(1 << 30)  # exact in float32, and larger than any vocabulary
 _BLOCK = 4096
@@ -43,7 +44,7 @@ def truncate_rows(logits: Tensor, temperature: Tensor, limits: Tensor) -> Tensor
 
 
 @jit(varying=("temperature", "limits", "rows", "bs"))
-def _truncate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _truncate_kernel(  # type: ignore[no-untyped-def]
     logits, temperature, limits, out, rows, bs, vocab_size, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +137,7 @@ def _count(here, scale, wanted, vocab_size, BLOCK: tl.constexpr):  # type: ignor
 
 
 @jit
-def _search(here, scale, highest, lowest, goal, vocab_size, BLOCK: tl.constexpr, MASS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _search(here, scale, highest, lowest, goal, vocab_size, BLOCK: tl.constexpr, MASS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The highest score that reaches the goal together with all above it, and the measure of those above it.
 
     `lowest` reaches it. The result lies between `low` and `high`, which are scores of the row. Each pass moves one of

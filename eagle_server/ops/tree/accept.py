@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import on_gpu
 from eagle_server.ops.native.library import available, functions, pointer
 from eagle_server.ops.native.structs import TreeStruct
-from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 _COLUMNS = 32  # columns of the D x D mask that are read at a time
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.device import on_gpu
+from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 1024  # elements of one feature that a program copies
 

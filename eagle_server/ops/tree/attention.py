@@ -21,7 +21,8 @@ import math
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import blocks, constant, jit, on_gpu, power_of_two, tl
+from eagle_server.ops.device import on_gpu
+from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
 
 _COLUMNS = 32  # window columns of one tile
 _WIDE = 128  # above this value size a program has more warps

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
+from eagle_server.ops.device import on_gpu
+from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 _ONE_WARP = 1024  # up to this many candidates one warp counts them, without barriers
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import jit, on_gpu, tl
+from eagle_server.ops.device import on_gpu
+from eagle_server.ops.triton_support import jit, tl
 
 _BLOCK = 128  # bytes
 _SPLITS = 16  # programs per request

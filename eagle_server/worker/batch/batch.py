@@ -15,7 +15,7 @@ from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import AttentionBatch, Causal, Layout, PagedRequests
 from eagle_server.cache.page_table import PageTable
 from eagle_server.models.ranks import RankGroup
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import mirrors, upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.accept import Accepted
@@ -136,7 +136,7 @@ def prompt_batch(
     numbers = upload(np.stack([flat, positions]), device)
     requests = tuple(index for index, _, _ in pieces)
     given = requests if req_pool_indices is None else tuple(req_pool_indices)
-    if device.type == "cpu":
+    if not mirrors(device):
         req_to_token, requests = req_to_token[list(requests), : max(ends)], tuple(range(len(pieces)))
     indices, kv_lens = upload([requests, ends], device)
     attention = prefill_batch(indices, kv_lens, req_to_token, Causal(), Layout(counts, ends))
@@ -167,7 +167,7 @@ class Batches:
         self.estimates = estimates
         self.table, self.ranks = table, ranks
         self.accepted_tokens = AcceptedTokens(
-            table.pad_row + 1, steps + 1, device, lazy=device.type == "cpu" and not sizes
+            table.pad_row + 1, steps + 1, device, lazy=not mirrors(device) and not sizes
         )
         self.steps = steps
         self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, steps)
@@ -278,7 +278,7 @@ class Batches:
         A captured function reads keys and temperatures only. An all-greedy batch on a CPU needs neither.
         """
         sampling, noise, parameters = batch.sampling, None, None
-        if self.coupling and (self.sizes or self.device.type != "cpu" or sampling.stochastic is not None):
+        if self.coupling and (self.sizes or mirrors(self.device) or sampling.stochastic is not None):
             noise = KeyedNoise(sampling.all_keys, sampling.all_temperature)
         if self.coupling and not self.sizes and (sampling.transforms or sampling.floored is not None):
             parameters = SamplingParameters(sampling, self.vocab_size)

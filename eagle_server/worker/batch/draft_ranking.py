@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.ops.device import upload
 from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
-from eagle_server.ops.upload import upload
 from eagle_server.plan import Decode
 from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
 from eagle_server.speculation.transforms import allowed_by

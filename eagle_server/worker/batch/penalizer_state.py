@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import Chunk, Decode
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.bad_words import WordBeginnings

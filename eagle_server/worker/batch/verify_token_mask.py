@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.transforms import Masks

@@ -162,7 +162,7 @@ class AdaptiveBudget:
     in lessons, whatever is expected.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917
+    def __init__(
         self,
         requests: int,
         largest: tuple[int, int],

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.ops.device import upload
 from eagle_server.ops.native.drafting import Correction
 from eagle_server.ops.sampling.correction import correct_guesses
-from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy

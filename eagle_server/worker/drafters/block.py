@@ -31,7 +31,7 @@ from eagle_server.worker.graphs import GraphKey
 class ContextWritten:
     """The context's draft KV reaches the root. There is nothing else to know."""
 
-    def rows_of(self, requests: Tensor) -> ContextWritten:  # noqa: ARG002
+    def rows_of(self, requests: Tensor) -> ContextWritten:
         return self
 
 
@@ -87,7 +87,7 @@ class BlockDrafter(RowDrafter):
         self.head.write_context(features, positions, slots, self.attention.pool)
         return ContextWritten()
 
-    def propose(self, draft: ContextWritten, batch: DecodeBatch) -> Tree:  # noqa: ARG002
+    def propose(self, draft: ContextWritten, batch: DecodeBatch) -> Tree:
         """One forward of the rows that the levels need, then a tree over their scores."""
         rows, lens = batch.steps + self.head.first_draft, batch.seq_lens_host
         planned = []
@@ -100,7 +100,7 @@ class BlockDrafter(RowDrafter):
         captured = None if None in keys or batch.ranking.has_grammars else key
         return self.graphs.run(captured, function, batch.verified_id, batch.requests, batch.ranking)
 
-    def _propose(  # noqa: PLR0913, PLR0917
+    def _propose(
         self,
         planned: dict[bool, _Planned],
         steps: int,

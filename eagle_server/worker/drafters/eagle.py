@@ -21,8 +21,8 @@ from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
-from eagle_server.speculation.candidates import Children, organize_draft_results, selected_tree
-from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.candidates import Children, organize_draft_results
+from eagle_server.speculation.tree import Tree, selected_tree
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.batch.draft_ranking import DraftRanking
@@ -138,7 +138,7 @@ class EagleDrafter:
         tree = selected_tree(batch.verified_id, batch.seq_lens, best, parents, topk, steps)
         return replace(tree, is_cut=True)
 
-    def _extend(  # noqa: PLR0913, PLR0917
+    def _extend(
         self,
         plan: AttentionPlan,
         layout: Layout,
@@ -160,7 +160,7 @@ class EagleDrafter:
         hidden = out.feedback.index_select(0, newest).repeat_interleave(self.topk, dim=0)
         return EagleDraftInput.first(logp, best, hidden, self._windows[self.topk], normed)
 
-    def _propose(  # noqa: PLR0913, PLR0917
+    def _propose(
         self,
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],

@@ -31,7 +31,7 @@ class FeatureDrafter:
         first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
         return features.index_select(0, first + batch.extend_lens - 1)
 
-    def forwards(self, steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:
         """One for all levels."""
         return 0
 

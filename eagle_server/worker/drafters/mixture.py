@@ -8,7 +8,7 @@ from typing import Generic
 
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.speculation.merge import best, chances, join_trees
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts

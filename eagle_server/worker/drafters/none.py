@@ -24,5 +24,5 @@ class NoDrafter:
     def propose(self, draft: None, batch: DecodeBatch) -> Tree:
         return root_alone(batch.verified_id, batch.seq_lens)
 
-    def forwards(self, steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:
         return 0

@@ -57,7 +57,7 @@ class PEagleDrafter(RowDrafter):
         function = partial(self._extend, plan, layout, batch.accepted_tokens, width)
         return self.graphs.run(key, function, batch.requests, batch.extend_lens)
 
-    def _extend(  # noqa: PLR0913, PLR0917
+    def _extend(
         self,
         plan: AttentionPlan,
         layout: Layout,

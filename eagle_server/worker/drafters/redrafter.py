@@ -43,7 +43,7 @@ class RedrafterDrafter(FeatureDrafter):
         function = partial(self._propose, batch.steps, size)
         return self.graphs.run(key, function, draft, batch.verified_id, batch.seq_lens, batch.ranking)
 
-    def _propose(  # noqa: PLR0913, PLR0917
+    def _propose(
         self,
         steps: int,
         nodes: int,
@@ -57,7 +57,7 @@ class RedrafterDrafter(FeatureDrafter):
         return ranking.without_refused(tree)
 
 
-def beam_search(  # noqa: PLR0913, PLR0917
+def beam_search(
     head: RedrafterHead,
     context: Tensor,
     verified_id: Tensor,

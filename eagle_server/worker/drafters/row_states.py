@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.worker.batch.batch import PromptBatch
 
 RowBefore = Callable[[int, Tensor], Tensor]  # (layer, z [rows, H] of it) -> z at the row before each

@@ -64,7 +64,7 @@ class RowDrafter:
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
 
-    def forwards(self, steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:
         """One for all levels."""
         return 0
 

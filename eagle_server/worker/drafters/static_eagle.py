@@ -48,7 +48,7 @@ class StaticEagleDrafter(EagleDrafter):
         first = replace(draft, normed=None)
         return self.graphs.run(key, function, first, batch.verified_id, batch.requests, batch.ranking)
 
-    def _grow(  # noqa: PLR0913, PLR0917
+    def _grow(
         self,
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],

@@ -102,7 +102,7 @@ def _prefill(waits: dict[int, list[float]]) -> tuple[float, float]:
     return max(float(intercept), 0.0), max(float(slope), 0.0)
 
 
-def _decode_often(  # noqa: PLR0913
+def _decode_often(
     server: ServerAddress, tokens: Sequence[int], batch: int, length: int, answer: int, turn: int
 ) -> list[tuple[float, int]]:
     """`_decode` for at least LEAST_ANSWERS requests, with other prompts than in the other turns."""

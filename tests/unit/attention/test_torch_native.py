@@ -93,7 +93,7 @@ class Paged:
         return torch.stack(out)
 
 
-def attend(  # noqa: PLR0913
+def attend(
     paged: Paged,
     batch: AttentionBatch,
     queries: Tensor,

@@ -63,7 +63,7 @@ def test_nothing_but_the_affinity_counts_where_there_are_no_groups(tmp_path: Pat
         ("7:memory:/docker/x", "sys/fs/cgroup/memory/memory.limit_in_bytes", str(2**63 - 4096), False),
     ],
 )
-def test_limits_bound_the_memory(tmp_path: Path, groups: str, file: str, text: str, limited: bool) -> None:  # noqa: FBT001
+def test_limits_bound_the_memory(tmp_path: Path, groups: str, file: str, text: str, limited: bool) -> None:
     assert (usable_memory(machine(tmp_path, groups, {file: text})) == 1_000_000) is limited
 
 

@@ -318,7 +318,7 @@ def test_mask_embedding_beside_the_config_replaces_the_tokens(tmp_path: Path) ->
     torch.save({"embedding": embedding, "mask_token_id": 5, "per_position": False}, tmp_path / "mask_embedding.pt")
     head, spec = loaded(tmp_path, FORMATS["z-lab"])
     assert head.block.mask_token_id == 5
-    spec = BlockSpec(spec.tensors, (1, 4), False, (0, 0), (False, False), 5, {"mask_embedding": embedding})  # noqa: FBT003
+    spec = BlockSpec(spec.tensors, (1, 4), False, (0, 0), (False, False), 5, {"mask_embedding": embedding})
     engine = speculative(target(), head, 3, 1)
     seen = check_rows(engine, head, spec)
     run(engine, [request(0, [3, 4], max_tokens=4)])

@@ -110,7 +110,7 @@ def test_the_share_of_a_rank_is_there_too(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_draft_of_a_split_target_reads_the_whole_vocabulary_to_the_device(tied: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_a_draft_of_a_split_target_reads_the_whole_vocabulary_to_the_device(tied: bool, tmp_path: Path) -> None:
     """The target's embedding and lm_head are quantized, and read while the draft is loaded."""
     slices.checkpoint(tmp_path / "target", {"vocab_size": dc.V, "tie_word_embeddings": tied, "num_hidden_layers": 8})
     names = ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]

@@ -88,7 +88,7 @@ CASES = [  # shape, dtype, requests, nodes, largest depth, whether trees differ 
 
 
 @pytest.mark.parametrize(("kind", "dtype", "bs", "size", "deepest", "ragged"), CASES)
-def test_trees_and_accepted_paths_equal_the_twins(  # noqa: PLR0913, PLR0917
+def test_trees_and_accepted_paths_equal_the_twins(
     kind: str,
     dtype: torch.dtype,
     bs: int,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle_server.ops.upload import upload
+from eagle_server.ops.device import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
@@ -156,7 +156,7 @@ class NgramDrafter:
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
         return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.steps)
 
-    def forwards(self, steps: int) -> int:  # noqa: ARG002
+    def forwards(self, steps: int) -> int:
         return 0
 
 
