@@ -66,8 +66,9 @@ class Worker:
         self.read_prompts()
         cycle, self._reading = Cycle(plan, self._reading), StageClock(self.batches.device)
         self.batches.begin(plan)
-        self.drafting.forget(plan.released)
-        self._verified.forget(plan.released)
+        if plan.released:
+            self.drafting.forget(plan.released)
+            self._verified.forget(plan.released)
         if self.verifier.states is not None:
             with cycle.clock.stage("keep"):
                 self.verifier.settle(plan.states)
@@ -107,7 +108,8 @@ class Worker:
         with clock.stage("verify"):
             tree = self.verifier.compacted(cycle.tree)
             token_mask = self.batches.token_mask(batch.decodes, tree)
-            verified = self._take_verified(batch, clock) if cycle.drafting is None else None
+            is_ahead = self.overlaps and cycle.drafting is None
+            verified = self._take_verified(batch, clock) if is_ahead else None
             verified = verified or self.verifier.verify(batch, tree)
         with clock.stage("accept"):
             sampling = batch.sampling
