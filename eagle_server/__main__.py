@@ -83,7 +83,7 @@ def _command(words: list[str]) -> int:
         flags = words
     config = parse_args(flags, more=_dry_run)
     function = "build_engine" if config.device.tp_size == 1 else "build_rank"
-    return run(config, EngineFactory("eagle_server.engine.build.from_config", function, (config,)))
+    return run(config, EngineFactory("eagle_server.engine.assembly.from_config", function, (config,)))
 
 
 def _unknown_command(name: str) -> str:
@@ -95,7 +95,7 @@ def _unknown_command(name: str) -> str:
 
 def _dry_run(config: Config) -> dict[str, Any]:
     """What --dry-run adds: the tree and the memory. A configuration that cannot fit is a user's mistake."""
-    from eagle_server.engine.build.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
+    from eagle_server.engine.assembly.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
 
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:

@@ -29,7 +29,7 @@ from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.client.client import EngineClient
 from eagle_server.config import from_options
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.request import TokenDelta
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer

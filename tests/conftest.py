@@ -31,7 +31,7 @@ def _one_thread_for_small_models() -> Iterator[None]:
         return
     import torch
 
-    from eagle_server.engine.build import devices
+    from eagle_server.engine.assembly import devices
 
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -28,10 +28,10 @@ KEPT = {  # names that others have given
     # The flags, and the keys of /v1/server_info.
     "eagle_server/config/speculative.py": {"num_steps", "num_draft_tokens"},
     "eagle_server/config/trees.py": {"num_steps", "num_draft_tokens", "ngram_depth"},
-    "eagle_server/engine/build/resolve.py": {"num_steps", "num_draft_tokens", "ngram_depth"},
+    "eagle_server/engine/assembly/resolve.py": {"num_steps", "num_draft_tokens", "ngram_depth"},
     # `Ready.num_steps`, a key of /v1/server_info.
     "eagle_server/request.py": {"num_steps"},
-    "eagle_server/engine/build/assemble.py": {"num_steps"},
+    "eagle_server/engine/assembly/assemble.py": {"num_steps"},
     "eagle_server/api/telemetry/metric_definitions.py": {"num_steps"},
     # A key of answers.
     "eagle_server/api/generation/response_parts.py": {"num_draft_tokens"},

@@ -48,7 +48,7 @@ class EagleReplica:
         self._app = create_app(config, self._client, tokenizer, template)
         function = "build_engine" if config.device.tp_size == 1 else "build_rank"
         supervisor = Supervisor(
-            EngineFactory("eagle_server.engine.build.from_config", function, (config,)),
+            EngineFactory("eagle_server.engine.assembly.from_config", function, (config,)),
             self._client,
             ranks=config.device.tp_size,
             logs=LogStyle(config.server.log_level, config.observability.log_format),

@@ -29,7 +29,7 @@ class RankMessage(IntEnum):
     """The kinds of messages."""
 
     STOP = 0
-    SETUP = 1  # the numbers that the pool and the page table are made from, see `engine/build/assemble.py`
+    SETUP = 1  # the numbers that the pool and the page table are made from, see `engine/assembly/assemble.py`
     CHANGES = 2
     PREFILL = 3
     VERIFY = 4

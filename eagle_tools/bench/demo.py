@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
 from eagle_server.text.tokenizer import load_tokenizer

@@ -35,7 +35,7 @@ from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
 from eagle_server.config.sections import Config
 from eagle_server.config.sources import from_options
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import run_engine
 from eagle_server.llm import LLM

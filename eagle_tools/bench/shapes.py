@@ -25,7 +25,7 @@ from eagle_server.attention.interface import AttentionBatch, BoundAttention, Cau
 from eagle_server.attention.recurrent import TreeRows
 from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.pool import KVPool
-from eagle_server.engine.build.pools import make_states
+from eagle_server.engine.assembly.pools import make_states
 from eagle_server.models.checkpoints.load_target import created_as
 from eagle_server.models.layers import Linear, pack_linears
 from eagle_server.models.moe import ExpertLinear, MixtureOfExperts

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle_server.config import Config
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
 from eagle_server.text.token_spelling import TokenSpelling

@@ -253,7 +253,7 @@ def test_the_api_process_imports_neither_torch_nor_transformers(tokenizer_dir: P
     code = (
         "import sys; import eagle_server.__main__; from eagle_server.text.tokenizer import load_tokenizer;"
         f"load_tokenizer({str(tokenizer_dir)!r});"
-        "heavy = ('torch', 'transformers', 'numpy', 'eagle_server.engine.build.from_config');"
+        "heavy = ('torch', 'transformers', 'numpy', 'eagle_server.engine.assembly.from_config');"
         "print([m for m in heavy if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)

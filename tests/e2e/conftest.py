@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from eagle_server.config import DEMO_TARGET, parse_args
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from tests.support.engines import FIXED_TREES
 

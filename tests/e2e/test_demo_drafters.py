@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from tests.support.engines import FIXED_TREES, request, run, tokens_of
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from eagle_server.__main__ import main
 from eagle_server.config import parse_args
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.tree.command import DEFAULT_PROMPT
 from eagle_tools.tree.spelling import visible

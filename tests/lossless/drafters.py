@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_server.engine.build.assemble import assemble
+from eagle_server.engine.assembly.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.speculation.static_tree import parse_choices, ranks_of, steps_of
 from tests.lossless import pairs

@@ -10,7 +10,7 @@ import torch
 
 from eagle_server.cache.pool import LatentPool
 from eagle_server.config import Config
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.request import DraftTree
 from tests.lossless.pairs import Pair, Pairs, nextn
 from tests.lossless.scenes import REQUESTS, as_on_a_gpu

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from eagle_server.engine.build.assemble import assemble
+from eagle_server.engine.assembly.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.engine.build import assemble
+from eagle_server.engine.assembly import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle_server.config import Config, parse_args
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel

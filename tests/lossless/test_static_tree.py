@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.drafters import UNEQUAL
 from tests.lossless.pairs import Pair

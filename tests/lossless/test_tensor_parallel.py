@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.engine.build import assemble
+from eagle_server.engine.assembly import assemble
 from eagle_server.models.checkpoints.save import save_checkpoint
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES

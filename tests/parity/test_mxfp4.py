@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build.memory_estimate import memory_estimate
+from eagle_server.engine.assembly.memory_estimate import memory_estimate
 from eagle_server.models.checkpoints.fused_experts import mxfp4_weight, single_experts
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.weights import StoredTensor

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.config import ConfigError, parse_args
-from eagle_server.engine.build.resolve import context_length
+from eagle_server.engine.assembly.resolve import context_length
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config, rope_config

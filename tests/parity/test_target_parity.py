@@ -18,7 +18,7 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.attention.recurrent import DenseRows, PromptRows
 from eagle_server.attention.torch_native import torch_native
-from eagle_server.engine.build.pools import make_pool, make_states
+from eagle_server.engine.assembly.pools import make_pool, make_states
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config_json import read_config
 from eagle_server.models.targets.decoder import TargetModel

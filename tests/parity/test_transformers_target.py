@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.config import ConfigError, parse_args
-from eagle_server.engine.build.devices import graph_sizes
+from eagle_server.engine.assembly.devices import graph_sizes
 from eagle_server.models.checkpoints import load_target as load_target_module
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.transformers_config import TESTED

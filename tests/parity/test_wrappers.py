@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from eagle_server.config import DEMO_TARGET, ConfigError, parse_args
-from eagle_server.engine.build.memory_estimate import memory_estimate
-from eagle_server.engine.build.resolve import context_length
+from eagle_server.engine.assembly.memory_estimate import memory_estimate
+from eagle_server.engine.assembly.resolve import context_length
 from eagle_server.llm import LLM
 from eagle_server.models.checkpoints import weights
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft

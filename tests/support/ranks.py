@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from eagle_server.engine.build.assemble import assemble
-from eagle_server.engine.build.follow import assemble_follower
+from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.follow import assemble_follower
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.checkpoints.load_target import load_target

@@ -199,5 +199,5 @@ def test_a_server_imports_no_tools() -> None:
     """Neither those nor their packages, in the process of the API or in that of the engine."""
     blocked = dict.fromkeys(("eagle_tools", "rich", "matplotlib"))
     program = f"import sys; sys.modules.update({blocked!r}); import eagle_server.__main__"
-    program += ", eagle_server.engine.build.from_config"
+    program += ", eagle_server.engine.assembly.from_config"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)

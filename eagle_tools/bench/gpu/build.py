@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle_server.engine.build.backends import launch_kernel, load_kernels
+from eagle_server.engine.assembly.backends import launch_kernel, load_kernels
 from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.config import MLAConfig, ModelConfig
 from eagle_tools import DEMO

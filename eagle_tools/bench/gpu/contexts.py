@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_server.engine.build.pools import bytes_per_slot
+from eagle_server.engine.assembly.pools import bytes_per_slot
 from eagle_server.engine.engine import Engine
 from eagle_tools.bench.gpu.engines import BenchEngines
 from eagle_tools.bench.gpu.measurements import read_per_step

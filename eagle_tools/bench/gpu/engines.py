@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_server.engine.build.assemble import assemble
+from eagle_server.engine.assembly.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftHead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 from typing import Any
 
-from eagle_server.engine.build.pools import bytes_per_slot
+from eagle_server.engine.assembly.pools import bytes_per_slot
 from eagle_server.models.layers import Linear
 from eagle_tools.bench.gpu.engines import AS_SERVED, BenchEngines
 from eagle_tools.bench.gpu.machine import GIGA

@@ -16,8 +16,8 @@ from eagle_server.attention.flashinfer import backend as backend_module
 from eagle_server.attention.flashinfer import mla as flashinfer_mla
 from eagle_server.attention.flashinfer.modules import MissingModuleError, warn_of_another_toolkit, why_not_loaded
 from eagle_server.config import ConfigError, parse_args
-from eagle_server.engine.build import backends, devices
-from eagle_server.engine.build import from_config as build
+from eagle_server.engine.assembly import backends, devices
+from eagle_server.engine.assembly import from_config as build
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops import fused

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build.from_config import load_models
-from eagle_server.engine.build.resolve import resolve
+from eagle_server.engine.assembly.from_config import load_models
+from eagle_server.engine.assembly.resolve import resolve
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.plan import TRACED_STAGE
 from eagle_server.worker.clock import StageClock

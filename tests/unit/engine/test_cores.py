@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle_server.engine.build.cores import SharedCores
+from eagle_server.engine.assembly.cores import SharedCores
 
 
 class Machine:

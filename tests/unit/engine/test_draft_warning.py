@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_server.config import parse_args
 from eagle_server.config.sections import DEMO_TARGET
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_server.worker.budget.budget import AdaptiveBudget, _Choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagle_server.attention.flashinfer import backend as flashinfer
-from eagle_server.engine.build.devices import graph_memory
+from eagle_server.engine.assembly.devices import graph_memory
 from eagle_server.speculation.tree_config import TreeConfig
 from tests.support.engines import CONTEXT, random_head, random_target, speculative
 from tests.support.flashinfer_emulation import Emulation

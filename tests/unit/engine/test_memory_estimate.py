@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from eagle_server.__main__ import main
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
-from eagle_server.engine.build import devices
-from eagle_server.engine.build import memory_estimate as module
-from eagle_server.engine.build.from_config import load_models
-from eagle_server.engine.build.memory_estimate import memory_estimate, refusal, weight_bytes
-from eagle_server.engine.build.pools import bytes_per_slot, make_states
-from eagle_server.engine.build.resolve import resolve
+from eagle_server.engine.assembly import devices
+from eagle_server.engine.assembly import memory_estimate as module
+from eagle_server.engine.assembly.from_config import load_models
+from eagle_server.engine.assembly.memory_estimate import memory_estimate, refusal, weight_bytes
+from eagle_server.engine.assembly.pools import bytes_per_slot, make_states
+from eagle_server.engine.assembly.resolve import resolve
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel

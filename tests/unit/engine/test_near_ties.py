@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build.from_config import load_models
+from eagle_server.engine.assembly.from_config import load_models
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.ops.native.library import available, use_native
 from tests.support import deepseek

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build import devices
-from eagle_server.engine.build.from_config import load_models
-from eagle_server.engine.build.pools import state_bytes
-from eagle_server.engine.build.resolve import lookahead_bound, resolve, server_info
+from eagle_server.engine.assembly import devices
+from eagle_server.engine.assembly.from_config import load_models
+from eagle_server.engine.assembly.pools import state_bytes
+from eagle_server.engine.assembly.resolve import lookahead_bound, resolve, server_info
 from eagle_server.speculation.tree_config import TreeConfig
 from tests.support.hybrids import hybrid_target
 

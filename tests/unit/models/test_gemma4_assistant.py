@@ -14,7 +14,7 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import Causal, Layout
 from eagle_server.attention.torch_native import torch_native
-from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.models.checkpoints import load_target as load_target_module
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target

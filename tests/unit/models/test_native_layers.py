@@ -14,7 +14,7 @@ from eagle_server.attention.interface import Causal, Layout
 from eagle_server.attention.recurrent import PromptRows
 from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.states import StatePool
-from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.native.library import available

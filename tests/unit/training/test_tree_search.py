@@ -10,7 +10,7 @@ import torch
 
 from eagle_server.config import parse_args
 from eagle_server.config.commands import without_drafting
-from eagle_server.engine.build.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.speculation.static_tree import TOKEN_TREE, read_choices
 from eagle_server.text.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import torch
 
 from eagle_server.attention import recurrent
 from eagle_server.cache import states
-from eagle_server.engine.build import assemble as assemble_module
+from eagle_server.engine.assembly import assemble as assemble_module
 from eagle_server.engine.engine import Engine
 from eagle_server.ops import indices, recurrent_kernels, rope_kv
 from eagle_server.ops.fused import AngleTable

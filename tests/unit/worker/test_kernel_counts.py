@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.engine.build import assemble
+from eagle_server.engine.assembly import assemble
 from eagle_server.models.layers import DecoderLayer
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.speculation.accept import Lossless

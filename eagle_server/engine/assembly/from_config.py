@@ -12,12 +12,12 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from eagle_server.config import Config
-from eagle_server.engine.build.assemble import assemble
-from eagle_server.engine.build.cores import SharedCores
-from eagle_server.engine.build.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
-from eagle_server.engine.build.follow import assemble_follower
-from eagle_server.engine.build.machine import stay_on_one_node
-from eagle_server.engine.build.resolve import context_length, lookahead_bound, resolve, server_info
+from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.cores import SharedCores
+from eagle_server.engine.assembly.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
+from eagle_server.engine.assembly.follow import assemble_follower
+from eagle_server.engine.assembly.machine import stay_on_one_node
+from eagle_server.engine.assembly.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from eagle_server.cache.page_table import PageTable
-from eagle_server.engine.build.backends import Backends
-from eagle_server.engine.build.pools import make_pool, make_states
+from eagle_server.engine.assembly.backends import Backends
+from eagle_server.engine.assembly.pools import make_pool, make_states
 from eagle_server.engine.engine_config import Backend, EngineConfig
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target

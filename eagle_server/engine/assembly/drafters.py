@@ -7,8 +7,8 @@ from typing import Any
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.cache.pool import KVPool, LatentPool
-from eagle_server.engine.build.backends import Backends
-from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.assembly.backends import Backends
+from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.worker.drafters.interface import Drafter, DrafterSetup, ModelDrafter

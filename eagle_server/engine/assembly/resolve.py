@@ -10,9 +10,9 @@ from typing import Any
 from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE
 from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
-from eagle_server.engine.build.backends import caps_scores
-from eagle_server.engine.build.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
-from eagle_server.engine.build.pools import CheckpointPlan, bytes_per_slot, state_bytes
+from eagle_server.engine.assembly.backends import caps_scores
+from eagle_server.engine.assembly.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
+from eagle_server.engine.assembly.pools import CheckpointPlan, bytes_per_slot, state_bytes
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import CHUNK_LIMIT, ModelConfig
 from eagle_server.models.drafts.interface import DraftModel

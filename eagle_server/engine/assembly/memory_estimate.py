@@ -11,7 +11,7 @@ import torch
 
 from eagle_server.algorithms import Algorithm
 from eagle_server.config import Config
-from eagle_server.engine.build.devices import (
+from eagle_server.engine.assembly.devices import (
     GPU_MEMORY,
     graph_memory,
     graph_sizes,
@@ -19,9 +19,9 @@ from eagle_server.engine.build.devices import (
     resolve_backend,
     resolve_device,
 )
-from eagle_server.engine.build.machine import usable_memory
-from eagle_server.engine.build.pools import bytes_per_slot, state_bytes
-from eagle_server.engine.build.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
+from eagle_server.engine.assembly.machine import usable_memory
+from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
+from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.models.checkpoints.drafts.load_draft import detect, draft_files
 from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
 from eagle_server.models.checkpoints.quantized import read_quantization, with_dequantized

@@ -12,8 +12,8 @@ import torch
 
 from eagle_server.attention.flashinfer.modules import HEAD_DIMS, MissingModuleError, warn_of_another_toolkit
 from eagle_server.config import Config, ConfigError
-from eagle_server.engine.build import backends
-from eagle_server.engine.build.machine import usable_cores, usable_memory
+from eagle_server.engine.assembly import backends
+from eagle_server.engine.assembly.machine import usable_cores, usable_memory
 from eagle_server.engine.engine_config import Backend
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig

@@ -20,10 +20,10 @@ from eagle_server.cache.manager import KVCacheManager
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
-from eagle_server.engine.build.backends import Backends
-from eagle_server.engine.build.drafters import make_drafter
-from eagle_server.engine.build.follow import send_setup
-from eagle_server.engine.build.pools import make_pool, make_states
+from eagle_server.engine.assembly.backends import Backends
+from eagle_server.engine.assembly.drafters import make_drafter
+from eagle_server.engine.assembly.follow import send_setup
+from eagle_server.engine.assembly.pools import make_pool, make_states
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import ModelConfig
