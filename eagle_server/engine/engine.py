@@ -46,9 +46,11 @@ class Engine:
         ready: Ready,
         grammars: Grammars | None = None,
         publisher: KVEventPublisher | None = None,
+        cores: AbstractContextManager[None] | None = None,
     ) -> None:
+        """`cores` is entered for every cycle."""
         self.scheduler, self.worker = scheduler, worker
-        self.cores: AbstractContextManager[None] = nullcontext()  # entered for every cycle
+        self._cores = cores or nullcontext()
         self._ready, self._grammars, self._publisher = ready, grammars, publisher
         self._compiling: dict[str, tuple[Request, Future[CompiledGrammar]]] = {}
         self._outbox: list[TokenDelta] = []
@@ -159,7 +161,7 @@ class Engine:
             guided = sum(decode.grammar_matcher is not None for decode in plan.decodes)
             if guided and self._grammars is not None:
                 self._grammars.budget.share(guided)
-            with self.cores:
+            with self._cores:
                 result = self.worker.run(plan, meanwhile)
             deltas.extend(self.scheduler.commit(result))
             for stage, seconds in result.stage_seconds.items():
@@ -173,7 +175,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Do the work that the last step's deltas do not need. If this is not called, the next step does it."""
-        with self.cores:
+        with self._cores:
             self.worker.read_prompts()
 
     def _publish(self) -> None:

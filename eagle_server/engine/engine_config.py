@@ -1,4 +1,4 @@
-"""The numbers that an engine is built from, all sizes concrete. `engine/assembly/resolve.py` makes them from options."""
+"""The numbers that an engine is built from, all sizes concrete. `assembly/resolve.py` makes them from options."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import eagle_server
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
@@ -48,7 +48,7 @@ class Pair:
             **settings,
         }
         config = engine_config(model_steps=steps, topk=topk, nodes=nodes, **numbers)
-        return assemble(self.target, self.head if steps else None, config, **(stand_ins or {}))
+        return assemble(self.target, self.head if steps else None, config, Surroundings(**(stand_ins or {})))
 
 
 def random_pair(device: torch.device) -> Pair:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.speculation.static_tree import parse_choices, ranks_of, steps_of
 from tests.lossless import pairs
@@ -50,7 +50,7 @@ class Case:
     def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
         """An engine with poisoned free slots. `settings` are those of `engine_config`, `stand_ins` of `assemble`."""
         config = engine_config(**{**self.numbers, **settings})
-        return assemble(pair.target, pair.head, config, **(stand_ins or {}))
+        return assemble(pair.target, pair.head, config, Surroundings(**(stand_ins or {})))
 
 
 UNEQUAL = "[(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (2, 1), (0, 0, 0), (0, 0, 1), (2, 1, 0), (0, 0, 0, 0)]"

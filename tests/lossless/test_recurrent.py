@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
@@ -74,7 +74,9 @@ def model(target: TargetModel, **given: Any) -> Engine:
 
 def ngrams(target: TargetModel, **given: Any) -> Engine:
     stand_ins = given.pop("stand_ins", {})
-    return assemble(target, None, engine_config(nodes=9, ngram_steps=5, ngram_share_tokens=300, **given), **stand_ins)
+    return assemble(
+        target, None, engine_config(nodes=9, ngram_steps=5, ngram_share_tokens=300, **given), Surroundings(**stand_ins)
+    )
 
 
 DRAFTERS: dict[str, Drafted] = {

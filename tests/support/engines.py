@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_server.cache.pool import KVPool
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
@@ -121,7 +121,7 @@ def engine_config(**settings: Any) -> EngineConfig:
 
 def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
     """An engine without speculation. `stand_ins`: as `assemble` has them."""
-    return assemble(target, None, engine_config(**settings), **(stand_ins or {}))
+    return assemble(target, None, engine_config(**settings), Surroundings(**(stand_ins or {})))
 
 
 def speculative(
@@ -134,7 +134,7 @@ def speculative(
     **settings: Any,
 ) -> Engine:
     tree = {"model_steps": steps, "topk": topk, "nodes": tree_size(steps, topk)}
-    return assemble(target, head, engine_config(**{**tree, **settings}), **(stand_ins or {}))
+    return assemble(target, head, engine_config(**{**tree, **settings}), Surroundings(**(stand_ins or {})))
 
 
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.assembly.follow import assemble_follower
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
@@ -73,4 +73,4 @@ class SplitEngines:
         """`draft`: loads the draft for rank 0's share of the target."""
         target, ranks = self._stack.enter_context(split_target(self._directory, self._size, self._flashinfer))
         flashinfer = None if self._flashinfer is None else self._flashinfer()
-        return assemble(target, draft(target), config, flashinfer=flashinfer, ranks=ranks)
+        return assemble(target, draft(target), config, Surroundings(flashinfer=flashinfer, ranks=ranks))

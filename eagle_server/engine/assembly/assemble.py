@@ -6,7 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,36 +61,45 @@ logger = logging.getLogger(__name__)
 _LONG_TEXT = 4096  # tokens of the longest text whose cost is measured
 
 
-def assemble(  # noqa: PLR0913
-    target: Target,
-    draft: DraftModel | None,
-    config: EngineConfig,
-    *,
-    document: Mapping[str, Any] | None = None,
-    flashinfer: Any = None,
-    recorder: Recorder | None = None,
-    tokenizer: Callable[[], Tokenizer] | None = None,
-    mask_budget: MaskBudget | None = None,
-    ranks: RankGroup | None = None,
-    publisher: KVEventPublisher | None = None,
-) -> Engine:
-    """An engine over `target`. It drafts with `draft`, or with n-grams, or not at all, as `config.tree` says.
+@dataclass(frozen=True)
+class Surroundings:
+    """What an engine has beside its models and its numbers.
 
-    `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
-    `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
-    requests are refused. `mask_budget` limits the time of their token masks. `ranks` share the target; those above 0
-    run `assemble_follower`. `publisher` gets the events of the prefix cache.
+    document: the resolved configuration, for /v1/server_info.
+    tokenizer: called when the first request with a grammar arrives; None: such requests are refused.
+    mask_budget: limits the time of the grammars' token masks.
+    ranks: they share the target. Those above 0 run `assemble_follower`.
+    publisher: gets the events of the prefix cache.
+    cores: entered for every cycle.
+    flashinfer, recorder: stand-ins of tests for the library, and for the recorder of CUDA graphs.
     """
+
+    document: Mapping[str, Any] | None = None
+    tokenizer: Callable[[], Tokenizer] | None = None
+    mask_budget: MaskBudget | None = None
+    ranks: RankGroup | None = None
+    publisher: KVEventPublisher | None = None
+    cores: AbstractContextManager[None] = field(default_factory=nullcontext)
+    flashinfer: Any = None
+    recorder: Recorder | None = None
+
+
+def assemble(
+    target: Target, draft: DraftModel | None, config: EngineConfig, around: Surroundings | None = None
+) -> Engine:
+    """An engine over `target`. It drafts with `draft`, or with n-grams, or not at all, as `config.tree` says."""
+    around = around or Surroundings()
+    ranks = around.ranks
     device = target.embed.device
     _check(draft, config)
     target.aux_boundaries = draft.aux_boundaries if draft is not None else ()
-    backends = Backends(config, device, flashinfer)
-    graphs = Graphs(_recorder(config, device) if recorder is None else recorder)
+    backends = Backends(config, device, around.flashinfer)
+    graphs = Graphs(around.recorder or _recorder(config, device))
     target_pool = make_pool(target.config, config.kv_slots, device)
     drafter, draft_pools = make_drafter(draft, config, backends, graphs, target_pool)
     pools = [target_pool, *draft_pools]
     states = _states(target, config)
-    events = None if publisher is None else BlockEvents(config.page_size, block_size_of(config.page_size))
+    events = None if around.publisher is None else BlockEvents(config.page_size, block_size_of(config.page_size))
     if states is None or config.disable_radix_cache:
         config = replace(config, checkpoints=0, checkpoint_interval=0)
     if ranks is not None:
@@ -117,8 +127,10 @@ def assemble(  # noqa: PLR0913
     if drafting.costs is not None:
         _measure(worker, drafting.costs, config)
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
-    grammars = _grammars(tokenizer, target.config, mask_budget)
-    return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)
+    grammars = _grammars(around, target.config)
+    return Engine(
+        scheduler, worker, _ready(config, target, kv, around.document), grammars, around.publisher, around.cores
+    )
 
 
 def _drafting(
@@ -259,14 +271,12 @@ def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: M
     )
 
 
-def _grammars(
-    tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig, budget: MaskBudget | None
-) -> Grammars | None:
+def _grammars(around: Surroundings, config: ModelConfig) -> Grammars | None:
     """None for a model without an end-of-sequence token: a grammar could not end its text."""
     ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
-    if tokenizer is None or not ends:
+    if around.tokenizer is None or not ends:
         return None
     # Imported here because only engines with a tokenizer need llguidance and tokenizers.
     from eagle_server.engine.grammars.grammars import Grammars
 
-    return Grammars(tokenizer, config.vocab_size, ends, budget)
+    return Grammars(around.tokenizer, config.vocab_size, ends, around.mask_budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from eagle_server.config import Config
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.assembly.cores import SharedCores
 from eagle_server.engine.assembly.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
 from eagle_server.engine.assembly.follow import assemble_follower
@@ -53,13 +54,16 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     """
     publisher = _publisher(config)  # first: an endpoint that is taken is noticed before the models are loaded
     models = load_models(config, progress=progress)
-    engine = engine_over(models, config, publisher=publisher)
-    target, threads = models.target, torch.get_num_threads()
-    chosen = config.device.cpu_threads is not None
+    return engine_over(models, config, publisher=publisher, cores=_cores(config, models.target))
+
+
+def _cores(config: Config, target: Target) -> AbstractContextManager[None]:
+    """What shares a CPU's cores with other processes."""
+    threads, chosen = torch.get_num_threads(), config.device.cpu_threads is not None
     # With more threads, idle ones do not mean that other processes want the cores.
     if not chosen and target.embed.device.type == "cpu" and not target.is_fused and 1 < threads <= SMALL_MODEL_THREADS:
-        engine.cores = SharedCores(threads)
-    return engine
+        return SharedCores(threads)
+    return nullcontext()
 
 
 def build_rank(config: Config, rank: Rank) -> Engine | Follower:
@@ -163,6 +167,7 @@ def engine_over(
     config: Config,
     ranks: RankGroup | None = None,
     publisher: KVEventPublisher | None = None,
+    cores: AbstractContextManager[None] | None = None,
 ) -> Engine:
     """An engine of `config` over models that `load_models` loaded for it.
 
@@ -173,12 +178,11 @@ def engine_over(
     resolved = resolve(config, target, draft)
     document = server_info(config, resolved, target)
     logger.debug("resolved configuration: %s", document)
-    return assemble(
-        target,
-        draft,
-        resolved,
+    around = Surroundings(
         document=document,
         tokenizer=partial(read_tokenizer_file, config.model.tokenizer_path or config.target_path),
         ranks=ranks,
         publisher=publisher,
+        cores=cores or nullcontext(),
     )
+    return assemble(target, draft, resolved, around)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_server.engine.assembly.assemble import assemble
+from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftHead
@@ -139,7 +139,7 @@ class BenchEngines:
         pair = self.pair
         target = copy.copy(pair.target)  # each engine sets which residual streams its target returns
         config = self.config(speculative=speculative, batches=batches, **settings)
-        return assemble(target, pair.head if speculative else None, config, **self.stand_ins)
+        return assemble(target, pair.head if speculative else None, config, Surroundings(**self.stand_ins))
 
     def config(self, *, speculative: bool, batches: Sequence[int] = (1,), **settings: Any) -> EngineConfig:
         """The configuration for these batch sizes, with CUDA graphs and FlashInfer if available.
