@@ -20,11 +20,10 @@ from eagle_server.api.guard.admission import Admission, AdmissionMiddleware
 from eagle_server.api.guard.keys import ApiKeys
 from eagle_server.api.guard.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.guard.rate_limits import LIMIT_HEADERS, ClientLimits
-from eagle_server.api.guard.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.openapi import openapi
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
-from eagle_server.api.telemetry.access import AccessLog
+from eagle_server.api.telemetry.access import ANTHROPIC_ID_HEADER, REQUEST_ID_HEADER, AccessLog, RequestId
 from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.client.client import EngineClient
@@ -110,7 +109,7 @@ def _add_middleware(
             allow_origins=config.server.cors_allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[HEADER, ANTHROPIC_HEADER, *RETRY_AFTER, *LIMIT_HEADERS],
+            expose_headers=[REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, *RETRY_AFTER, *LIMIT_HEADERS],
         )
     app.add_middleware(RequestId)
 

@@ -25,10 +25,9 @@ from eagle_server.api.guard.body import (
     SHORT_BODY,
     process_text,
 )
-from eagle_server.api.schemas import json_size
-from eagle_server.api.schemas.base import parse
+from eagle_server.api.schemas import base
+from eagle_server.api.schemas.base import JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.completion import CompletionRequest
-from eagle_server.api.schemas.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.tokens import TokenizeRequest
 from eagle_server.api.service import Service
 from tests.api.conftest import PATIENCE
@@ -199,9 +198,9 @@ def test_values_are_counted_outside_of_strings_however_chunks_are_cut(
     assert (size._items, size._nested) == (items, nested)
     for limit, value in (("MAX_ITEMS", items), ("MAX_NESTED", nested)):
         with monkeypatch.context() as patched:
-            patched.setattr(json_size, limit, value)
+            patched.setattr(base, limit, value)
             JsonSize().add(text.encode())
-            patched.setattr(json_size, limit, value - 1)
+            patched.setattr(base, limit, value - 1)
             with pytest.raises(TooManyValues):
                 JsonSize().add(text.encode())
 

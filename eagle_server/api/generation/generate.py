@@ -24,9 +24,9 @@ from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import check_scores, scores_of
 from eagle_server.api.guard.body import process, read_body
 from eagle_server.api.guard.rate_limits import current_client, current_limits
-from eagle_server.api.guard.request_id import request_id_of
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
+from eagle_server.api.telemetry.access import request_id_of
 from eagle_server.api.telemetry.request_record import waited
 from eagle_server.request import TokenDelta
 

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from eagle_server.api.connection import while_connected
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.guard.admission import admission_of
-from eagle_server.api.schemas.base import Body, parse
+from eagle_server.api.schemas.base import Body, JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.generation import SamplingBody
-from eagle_server.api.schemas.json_size import JsonSize, TooManyValues
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.request_record import waited
 from eagle_server.client.client import GenerationTimeout, QueueFull

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from eagle_server.api.schemas.base import TEXT_ONLY, Body, Part
+from eagle_server.api.schemas.base import TEXT_ONLY, Body, Part, TooManyValues, check_size
 from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, NonEmpty
 from eagle_server.api.schemas.grammar import finite
-from eagle_server.api.schemas.json_size import TooManyValues, check_size
 
 Values = dict[str, Any]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

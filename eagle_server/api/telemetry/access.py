@@ -1,26 +1,73 @@
-"""Logs one line per HTTP request, and reports generating requests to metrics and spans when they end."""
+"""Gives every HTTP request an id, logs one line at its end, and reports generating requests to metrics and spans."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle_server.api.errors import CLIENT_CLOSED_REQUEST, shortened
+from eagle_server.api.errors import ANTHROPIC_PATHS, CLIENT_CLOSED_REQUEST, as_api_error, shortened
 from eagle_server.api.telemetry.request_record import RequestRecord, current_request
 
 logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"
+VALID_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 
 POLLED = frozenset({"/health", "/ping", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
 PAGE_FILES = ("/playground/", "/docs/")
 
 OnGenerated = Callable[[RequestRecord], None]
+
+
+class RequestId:
+    """ASGI middleware. It logs an unhandled exception with the request's id, and answers 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = sent_id if VALID_ID.fullmatch(sent_id) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = request_id
+                if scope["path"].startswith(ANTHROPIC_PATHS):
+                    headers[ANTHROPIC_ID_HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            path = quote(shortened(scope["path"]))
+            logger.exception("request %s failed: %s %s", request_id, shortened(scope["method"]), path)
+            if status:
+                raise  # closes the connection, so that the client sees the response as incomplete
+            await as_api_error(error).response(scope["path"])(scope, receive, send_named)
+
+
+def request_id_of(request: Request) -> str:
+    request_id: str = request.state.request_id
+    return request_id
 
 
 class AccessLog:

@@ -10,9 +10,9 @@ FIXED_TREES = {"speculative_adaptive": "off"}  # an adaptive budget's cycles dif
 MOST = {
     "a cycle that drafts": (51, 32),
     "a plain cycle": (43, 26),
-    "LLM.generate, 16 tokens": (76, 57),
-    "/v1/completions, 16 tokens": (99, 57),
-    "/v1/chat/completions, streamed, 16 tokens": (100, 61),
+    "LLM.generate, 16 tokens": (68, 51),
+    "/v1/completions, 16 tokens": (86, 52),
+    "/v1/chat/completions, streamed, 16 tokens": (86, 56),
 }
 
 
