@@ -41,7 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
         "after": (DecodeBatch, "after"),
         "propose": (EagleDrafter, "propose"),
         "build_tree": (eagle, "organize_draft_results"),
-        "estimates": (AcceptanceEstimates, "of"),
+        "estimates": (AcceptanceEstimates, "estimate"),
         "verify": (Verifier, "verify"),
         "layer": (DecoderLayer, "forward"),
         "accept": (Lossless, "accept"),
