@@ -85,12 +85,11 @@ class Worker:
             meanwhile()
             outputs = cycle.outputs()
         chunks, decodes = outputs
-        seconds = cycle.clock.seconds()
         self.drafting.learn(cycle, decodes)
         return CycleResult(
             chunks,
             decodes,
-            seconds,
+            cycle.clock.seconds(),
             draft_computed_tokens=self.drafting.computed_tokens(plan.decodes),
             settled=self.verifier.settled,
             steps=cycle.steps,
