@@ -22,7 +22,7 @@ from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.first_drafts import TREES, FirstDrafts
+from eagle_server.worker.first_drafts import FirstDrafts
 
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 
@@ -214,11 +214,8 @@ class TreeDrafting:
         assert first is not None
         for number in cycle.budget.drafting:
             decode, output = cycle.plan.decodes[number], decodes[number]
-            if output.drafted and decode.sampling.params.temperature == 0:
-                first.trees += 1
-                first.accepted += len(output.tokens) > 1
-        if first.trees >= TREES:
-            first.judge()
+            if first.is_open and output.drafted and decode.sampling.params.temperature == 0:
+                first.count(accepted=len(output.tokens) > 1)
 
     def _learn(self, cycle: Cycle) -> None:
         """Update budget and estimates by the nodes that were tried: their parents were accepted."""

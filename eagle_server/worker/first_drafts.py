@@ -21,8 +21,14 @@ class FirstDrafts:
         self.is_open = True
         self.warning: str | None = None
 
-    def judge(self) -> None:
-        """There are enough trees."""
+    def count(self, *, accepted: bool) -> None:
+        """One more tree. After the last one it judges."""
+        self.trees += 1
+        self.accepted += accepted
+        if self.trees == TREES:
+            self._judge()
+
+    def _judge(self) -> None:
         self.is_open = False
         if self.accepted < LEAST * self.trees:
             share = round(100 * self.accepted / self.trees)

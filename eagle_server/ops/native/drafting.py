@@ -74,16 +74,12 @@ class DraftRequests:
     temperature: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Correction:
-    """What corrects guesses, see `AcceptanceEstimates`: ratios float32 [temperatures, depths, 2, bins], edges of
-    the bins, and the requests' temperature bins int64 [bs]."""
+def correction(ratios: Tensor, edges: Tensor, temperature_bin: Tensor, most: float) -> EstimatesStruct:
+    """What corrects guesses, see `AcceptanceEstimates`. The caller keeps the tensors.
 
-    ratios: Tensor
-    edges: Tensor
-    temperature_bin: Tensor
-    depths: int
-    most: float
+    ratios: float32 [temperatures, depths, 2, bins]. edges: of the bins. temperature_bin: int64 [bs].
+    """
+    return EstimatesStruct(*map(pointer, (ratios, edges, temperature_bin)), ratios.shape[1], len(edges), most)
 
 
 class NativeHead:
@@ -150,7 +146,7 @@ class NativeHead:
     def steps(
         self,
         requests: DraftRequests,
-        correction: Correction | None,
+        corrected: EstimatesStruct | None,
         steps: int,
         count: int,
         least: float,
@@ -161,6 +157,7 @@ class NativeHead:
         """All draft steps after draft-extend, and at most `count` candidates, the best.
 
         Args:
+            corrected: see `correction`.
             least: candidates with a lower score are left out, or padding if others have more.
             logp, tokens: [bs, topk], the first level. As many nodes are fed of each further one.
             hidden: float32 [bs * topk, H], the feedback at the first level's parents.
@@ -173,11 +170,7 @@ class NativeHead:
         found, selected = (torch.empty(bs, count, dtype=torch.int64) for _ in range(2))
         parents = torch.empty(bs, topk * steps + 1, dtype=torch.int64)
         scores, guesses = empty(bs, count), empty(bs, count)
-        estimates = EstimatesStruct()
-        if correction is not None:
-            tensors = (correction.ratios, correction.edges, correction.temperature_bin)
-            sizes = (correction.depths, len(correction.edges))
-            estimates = EstimatesStruct(*map(pointer, tensors), *sizes, correction.most)
+        estimates = corrected or EstimatesStruct()
         given = [logp.contiguous(), tokens.contiguous(), floats(hidden)]
         candidates = CandidatesStruct(*map(pointer, (found, selected, parents, scores, guesses)), count, least)
         size: int = functions().eagle_draft_steps(

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.device import upload
-from eagle_server.ops.native.drafting import Correction
+from eagle_server.ops.native.drafting import correction
+from eagle_server.ops.native.structs import EstimatesStruct
 from eagle_server.ops.sampling.correction import correct_guesses
 from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import Tree
@@ -56,9 +57,9 @@ class AcceptanceEstimates:
         ratio_corrected = correct_guesses(guesses, self._ratios, self._edges, temperature_bin, depth, _MOST)
         return ratio_corrected.view_as(logp)
 
-    def correction(self, temperature_bin: Tensor) -> Correction:
+    def correction(self, temperature_bin: Tensor) -> EstimatesStruct:
         """`corrected` for the native kernels."""
-        return Correction(self._ratios, self._edges, temperature_bin, _DEPTHS, _MOST)
+        return correction(self._ratios, self._edges, temperature_bin, _MOST)
 
     def estimate(self, tree: Tree, temperature_bin: Tensor) -> Tree:
         """The trees with corrected scores, -inf for padding, and with guesses. With guesses they are corrected already.

@@ -128,12 +128,12 @@ class EagleDrafter:
     def _propose_native(self, native: NativeHead, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """`_propose` in one call."""
         ranking, later = batch.ranking, max(0, batch.steps - 1)
-        correction = None
+        corrected = None
         if ranking.estimates is not None and ranking.temperature_bin is not None:
-            correction = ranking.estimates.correction(ranking.temperature_bin)
+            corrected = ranking.estimates.correction(ranking.temperature_bin)
         level = (draft.topk_logp, draft.topk_index, draft.hidden_states)
         count = batch.nodes - 1
-        best, parents = native.steps(_requests(batch), correction, later, count, batch.least_logp, *level)
+        best, parents = native.steps(_requests(batch), corrected, later, count, batch.least_logp, *level)
         topk, steps = (draft.topk_index.shape[1], later + 1) if best.tokens.shape[1] else (1, 0)
         tree = selected_tree(batch.verified_id, batch.seq_lens, best, parents, topk, steps)
         return replace(tree, is_cut=True)
