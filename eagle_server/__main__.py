@@ -177,7 +177,7 @@ def _announce(config: Config, client: EngineClient) -> None:
 
 
 def described(resolved: Mapping[str, Any]) -> list[str]:
-    """Lines about model, drafter and KV of a resolved configuration (`Ready.resolved`). None if it is empty."""
+    """Lines about model, drafter and KV of a resolved configuration (`Ready.resolved`). [] if it is empty."""
     parts = ("model", "device", "speculative", "cache", "scheduler")
     if not all(part in resolved for part in parts):
         return []

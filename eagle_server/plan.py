@@ -150,7 +150,7 @@ class Decode:
     sampling: RequestSampling
     # All of its tokens, prompt and output, verified_id last: the scheduler's own list, which grows after the cycle.
     all_tokens: Sequence[int] = field(default=(), compare=False, repr=False)
-    speculative: bool = True  # False: its drafts are not verified
+    speculative: bool = True  # False: nothing is drafted for it
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     trees: bool = False  # return its draft tree
     shares_text: bool = True  # other requests may draft from its text, and it from theirs
@@ -215,7 +215,7 @@ class SequenceOutput:
     """The output of a scheduled request. A decode gets accepted tokens and the bonus, a last chunk the first token."""
 
     tokens: tuple[int, ...] = ()
-    drafted: int = 0  # proposed nodes; a decode accepted len(tokens) - 1 of them
+    drafted: int = 0  # verified nodes without the root; unless `failed`, len(tokens) - 1 of them were accepted
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     # The request must end after these tokens: the next logits are not finite, or allow no token. All tokens of such a
@@ -228,9 +228,9 @@ class SequenceOutput:
 class CycleResult:
     """One output per chunk and per decode of the plan, in its order.
 
-    draft_computed_tokens: how many first tokens of each decode the drafter has computed; (): the drafter computes
-    nothing ahead. settled: the states of recurrent layers have already moved along the accepted paths, so no shorter
-    length can be saved. `CycleStats` describes the fields from `steps` on.
+    draft_computed_tokens: how many first tokens of each decode the drafter has computed; (): it reads no features, so
+    as many as the target. settled: the states of recurrent layers have already moved along the accepted paths, so no
+    shorter length can be saved. `CycleStats` describes the fields from `steps` on.
     """
 
     chunks: tuple[SequenceOutput, ...] = ()

@@ -141,8 +141,8 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
 class SpecStats(msgspec.Struct, kw_only=True):
     """Counters of one request's speculative cycles. All published statistics are derived from them.
 
-    histogram[a] counts the cycles that accepted exactly `a` drafted tokens (without the bonus). It has steps + 1
-    buckets, and sum(histogram) is the number of cycles. `drafted` counts proposed tree nodes without the root. `lossy`
+    Only cycles in which nodes of this request were verified count. histogram[a] counts those that accepted exactly `a`
+    drafted tokens (without the bonus); it has steps + 1 buckets. `drafted` counts the nodes without the roots. `lossy`
     names the acceptance rule if it changes the output distribution, else None.
     """
 
@@ -160,7 +160,7 @@ class SpecStats(msgspec.Struct, kw_only=True):
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per target forward, the bonus token included; 0.0 before the first cycle."""
+        """Tokens per cycle with drafts, the bonus token included; 0.0 before the first one."""
         return 1 + self.accepted / self.cycles if self.cycles else 0.0
 
 
@@ -276,7 +276,7 @@ class CycleStats(msgspec.Struct, kw_only=True):
     `drafting` counts the requests that drafted, `steps` their levels (0: none drafted), and `rows` the rows of the
     verify forward.
     `expected` is the estimated number of accepted drafted tokens, and `predicted_seconds` the cost model's prediction
-    of `seconds`; 0 if nothing was estimated.
+    for all stages but prefill; 0 in cycles that do not update the estimates or the model.
     """
 
     seconds: float = 0.0

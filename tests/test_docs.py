@@ -77,11 +77,11 @@ def test_the_table_of_trees_names_classes_of_these_files():
             assert re.search(rf"^(class {name}\b|{name} = )", source, re.MULTILINE), f"{name} is not in {file}"
 
 
-def test_a_step_of_the_request_names_a_function_of_its_file():
+def test_a_step_of_a_request_and_of_the_construction_names_a_function_of_its_file():
     steps = re.findall(r"^\d\. `([\w/]+\.py)`, `(?:\w+\.)?(\w+)`", prose(ROOT / "docs/architecture.md"), re.MULTILINE)
-    assert len(steps) == 8
+    assert len(steps) == 8 + 8
     for file, function in steps:
-        assert re.search(rf"def {function}\b", (PACKAGE / file).read_text(encoding="utf-8")), f"{file}: {function}"
+        assert re.search(rf"(def|class) {function}\b", (PACKAGE / file).read_text(encoding="utf-8")), f"{file}: {function}"
 
 
 def test_every_experiment_is_in_the_index_with_a_verdict():

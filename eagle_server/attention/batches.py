@@ -66,8 +66,7 @@ def attn_args_decode(batch: AttentionBatch, out: Tensor | None = None) -> tuple[
 def prefill_batch(
     req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor, mask: Causal | TreeMask, layout: Layout
 ) -> AttentionBatch:
-    """Prompt chunks. Other forwards without a spec_info use it too. The queries are the last q_lens of kv_lens
-    positions.
+    """A forward whose query rows are the last q_lens of each request's kv_lens positions: prompts, draft-extend.
 
     If all requests have the same number of queries, the host gives only `layout.q_len`, so a captured graph replays
     with other lengths.
@@ -118,7 +117,7 @@ def draft_step_batch(
 ) -> AttentionBatch:
     """A draft step: topk rows that write the window slots out_cache_loc int64 [bs * topk].
 
-    `before`: the previous step's batch. With the same layout it has listed the slots already.
+    `before`: the previous step's batch. If its layout is the same object, its kv_indices are used again.
     """
     assert layout.mask_width is not None
     mask = draft.tree_mask

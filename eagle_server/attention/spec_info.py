@@ -1,4 +1,4 @@
-"""SGLang's spec_info: what makes the attention arguments of a speculative forward, by SGLang's names.
+"""The attention arguments of verify forwards and draft steps, by SGLang's names.
 
 `EagleVerifyInput` plans the verify forward of trees, `EagleDraftInput` a draft step. Both compute qo_indptr, kv_indptr
 and kv_indices for FlashInfer's plan. Draft-extend is causal with equally many rows per request, and needs neither.
@@ -99,7 +99,7 @@ class EagleVerifyInput:
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """The slots after the prefix that all draft steps write: step i writes the columns from i * topk on."""
+    """The columns after the prefix that all draft steps write, topk each: the step of each, and the mask of step 0."""
 
     column_steps: Tensor  # int64 [W], the step that writes each column
     first_mask: Tensor  # bool [topk, W], True where a node of step 0 sees its own slot
@@ -115,17 +115,18 @@ class EagleDraftInput:
     """The topk nodes per request that one draft step feeds, and the window slots that each of them sees.
 
     Draft-extend feeds the newly accepted tokens. Its top-k tokens are the first nodes, so the first level of the tree
-    needs no forward of its own. Step i (0-based) feeds the nodes of level i + 1 at position seq_len + i. The node in
-    column c writes window slot i * topk + c. `ancestor_mask[b, c]` marks the window slots of node c and its ancestors.
-    So a node never attends to another branch, whatever column its parent had. Scores are log-probabilities: products
-    of probabilities would underflow and tie.
+    needs no forward of its own. Step i (0-based) feeds the nodes of level i + 1. Their position for the draft is
+    seq_len + i, that of the feature before them. The node in column c writes window slot i * topk + c.
+    `ancestor_mask[b, c]` marks the window slots of node c and its ancestors. So a node never attends to another branch,
+    whatever column its parent had. Scores are log-probabilities: products of probabilities would underflow and tie.
     """
 
     step: int
     topk_index: Tensor  # int64 [bs, topk], target vocabulary
     topk_logp: Tensor  # float32 [bs, topk], log-probabilities of the paths
     hidden_states: Tensor  # [bs * topk, H], the draft's, at the parents
-    # bool [bs, topk, W], columns of later steps are False. The first step's, with which graphs begin, is the window's
+    # bool [bs, topk, W], columns of later steps are False. A view of `window.first_mask` at step 0, where captured
+    # functions begin, so that none of them copies it.
     ancestor_mask: Tensor = in_place()
     window: DraftWindow = in_place()
     normed: Tensor | None = None  # [bs, H], normed hidden states of draft-extend, from which a grammar masks level 1

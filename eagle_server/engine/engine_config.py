@@ -1,4 +1,4 @@
-"""The numbers that an engine is built from, all sizes concrete. `assembly/resolve.py` makes them from options."""
+"""The settings of one engine, all sizes concrete. `assembly/resolve.py` makes them from options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TreeMode = Literal["auto", "mask", "cascade", "per_node"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The numbers that an engine is built from.
+    """The settings of one engine. `resolve` sets all but verify_attention, draft_attention and poison.
 
     The RoPE tables of target and draft must reach `context_length + tree.num_lookahead_slots`.
     """

@@ -135,7 +135,7 @@ class Scheduler:
             if self.limits.checkpoint_interval:
                 save_decoding(sequence, self.kv, lags=self.limits.uses_features)
         for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
-            # The drafter computes a chunk in the same cycle, up to the last token whose next token is known.
+            # The drafter reads a chunk before the next forwards, up to the last token whose next token is known.
             self._advance(sequence, chunk.start + len(chunk.tokens), chunk.start + len(chunk.following))
             sequence.state_from = sequence.num_computed_tokens
             sequence.prompt_logprobs.extend(output.prompt_logprobs)

@@ -173,8 +173,8 @@ class Sequence:
 def make_chunks(prefilling: Seq[Sequence], budget: int) -> list[tuple[Sequence, Chunk]]:
     """The next chunks of `prefilling`, which are in order of arrival: `budget` tokens at most.
 
-    Half of the budget goes to the oldest request. The rest goes to those with the fewest tokens left, counted in such
-    halves, so that requests of about the same length stay in order. A short prompt does not wait for a long one; and
+    Half of the budget goes to the oldest request. The rest goes to the others, the shortest first: lengths are rounded
+    up to half budgets, and equal ones keep the order of arrival. A short prompt does not wait for a long one; and
     every prompt has half of the budget at the latest when all older ones are computed.
     """
     if not prefilling:

@@ -50,7 +50,7 @@ class TreeConfig:
         Draft steps write one slot for verified_id, which a draft language model reads first, and one per node that
         they feed. A block drafter writes verified_id and one row per level. Verifying writes one per node. Extend
         writes one row per level of the tree, and one more; P-EAGLE's writes its rows of all levels but one behind them.
-        At least two: the next plain forward may run before its slot is allocated, see `Worker`.
+        At least two: `Worker._run_ahead` writes position seq_len + 1 before the scheduler allocates it.
         """
         drafting = 0 if self.choices else max((self.model_steps - 1) * self.topk + 1, self.steps + self.model_steps)
         return max(2, drafting, self.nodes, self.ngram_steps + 1 if self.ngram_steps else 0)

@@ -45,16 +45,18 @@ class Drawn:
 
 @dataclass(eq=False)
 class Cycle:
-    """What the stages of one cycle find. Each field is set once, by the stage it stands under.
+    """What the stages of one cycle find, by stage. `tree` is set by drafting, and again after the token masks.
 
-    Fields without a value are set only in cycles with decodes. `drafting` and what belongs to it are about the requests
-    that draft, in the order of `budget.drafting`; the rest is about all decodes of the plan, in its order.
+
+    Except `host`, fields without a value are set only in cycles with decodes. `drafting` and what belongs to it are
+    about the requests that draft, in the order of `budget.drafting`; the rest is about all decodes of the plan, in its
+    order.
     """
 
     plan: CyclePlan
     clock: StageClock
 
-    # The budget.
+    # The batch and its budget.
     batch: DecodeBatch = field(init=False)
     budget: CycleBudget = field(init=False)
     is_lesson: bool = False  # estimates and budget learn from this cycle
@@ -63,7 +65,7 @@ class Cycle:
     drafting: DecodeBatch | None = None  # None: no request drafts
     extended: int = 0  # rows of draft-extend, with backlogs
     fed: int = 0  # nodes that each draft step feeds
-    estimated: Tree | None = None  # their trees with corrected scores, before any node is left out; None: no estimates
+    estimated: Tree | None = None  # their trees as proposed, with corrected scores; None: there are none
     tree: Tree = field(init=False)  # of all decodes; later as they are verified
 
     # Verification. If nothing is restricted and no request wants logprobs, `logits` are not read by the host, so the
@@ -121,7 +123,7 @@ class Cycle:
     def outputs(self) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...]]:
         """The outputs of the plan's chunks and decodes, in its order.
 
-        Waits for the copy; log-probabilities, and what came of a failure, for all of the device's work.
+        Waits for the copy. Log-probabilities and failures wait for all of the device's work.
         """
         return self._chunks(), self._decodes()
 

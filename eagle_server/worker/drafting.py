@@ -33,7 +33,7 @@ class TreeDrafting:
     costs: of an adaptive budget, which learns them; None: the budget is fixed.
     extends_ahead: whether draft-extend may run before the next cycle's window is allocated.
     first_drafts: None: there is no draft model.
-    Its estimates, if there are any, are those of `batches`; they learn from cycles that drafted.
+    Its estimates are those of `batches`; they learn from lessons.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TreeDrafting:
     def _least_left(self) -> int:
         """A request drafts if it may still get at least this many tokens.
 
-        Its last token needs no draft. But graphs with a fixed budget are captured for all requests drafting.
+        2: the last token needs no draft. 1 with captured graphs and a fixed budget: then all requests draft.
         """
         return 1 if self.batches.sizes and self.costs is None else 2
 
@@ -157,7 +157,8 @@ class TreeDrafting:
     def _choose(self, cycle: Cycle) -> CycleBudget:
         batch, lesson = cycle.batch, cycle.is_lesson
         if cycle.plan.warm_up is not None:
-            return CycleBudget(tuple(range(len(batch.decodes))), *cycle.plan.warm_up)
+            shape = cycle.plan.warm_up
+            return CycleBudget(tuple(range(len(batch.decodes))), shape.steps, shape.nodes, shape.topk)
         for decode in batch.decodes:
             if not decode.speculative:
                 self.batches.accepted_tokens.give_up(decode)

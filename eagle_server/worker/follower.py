@@ -78,7 +78,7 @@ class Follower:
         if counts is not None:
             tree = replace(tree, counts=upload(counts, tensors.device))
         layout = verify_layout(seq_lens_host, size, topk, counts)
-        self._verifier.run(layout, tree, PagedRequests(req_pool_indices, seq_lens, self._req_to_token))
+        self._verifier.run_verify(layout, tree, PagedRequests(req_pool_indices, seq_lens, self._req_to_token))
 
     def _keep(self, numbers: Sequence[int], tensors: Tensor) -> None:
         count, branched, *pairs = numbers

@@ -40,7 +40,7 @@ def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class HostCopy:
-    """One copy of tensors to the host that runs beside the device's later work. On a CPU they are the tensors."""
+    """One copy of tensors to the host that runs beside the device's later work. On a CPU nothing is copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)

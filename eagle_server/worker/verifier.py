@@ -53,7 +53,7 @@ class Verifier:
 
     ranks: those above 0 are told to run theirs, see `worker.follower`.
 
-    captured_rows: of the largest verification that a graph is captured for. All captured ones write their logits to one
+    captured_rows: rows of the largest captured verify forward; 0: none. All captured ones write their logits to one
     buffer, so they are valid until the next verification.
     """
 
@@ -91,14 +91,14 @@ class Verifier:
 
     def verify(self, batch: DecodeBatch, tree: Tree) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
-        self.settle()
+        self.settle()  # has an effect before a forward that runs ahead; `Worker.run` has settled before others
         counts = None if tree.counts is None else to_host(tree.counts)[0]
         if self.ranks is not None:
             send_verify(self.ranks, batch.seq_lens_host, batch.req_pool_indices, tree, counts)
         layout = verify_layout(batch.seq_lens_host, tree.size, tree.topk, counts)
-        return self.run(layout, tree, batch.requests)
+        return self.run_verify(layout, tree, batch.requests)
 
-    def run(self, layout: Layout, tree: Tree, requests: PagedRequests) -> Verified:
+    def run_verify(self, layout: Layout, tree: Tree, requests: PagedRequests) -> Verified:
         """The verify forward of this rank."""
         plan = self.attention.plan(layout)
         key = None if plan.graph_key is None else ("verify", plan.graph_key)

@@ -28,7 +28,10 @@ def do_nothing() -> None:
 
 
 class Worker:
-    """Runs cycles. `overlaps`: the device runs the next cycle's first forward while the host reads the results."""
+    """Runs cycles.
+
+    overlaps: True with captured graphs. The device may then run the next cycle's first forward while the host reads.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, plan: CyclePlan, meanwhile: Callable[[], None] = do_nothing) -> CycleResult:
-        """One cycle: every decoding request gets at least one token, and every chunk advances its prompt.
+        """One cycle: each decode of the plan gets at least one token, unless it fails, and each chunk advances its
+        prompt.
 
         The device runs ahead of the host until the host reads the outputs. With grammars the host also reads the trees
         in between: as they grow (`batch.ranking`) and while they are verified.
@@ -79,12 +83,12 @@ class Worker:
                 cycle.drawn = self._prefill(plan.chunks)
         with cycle.clock.stage("emit"):
             cycle.start_copy()
-            outputs = None if self.overlaps else cycle.outputs()
-        if outputs is None:
+            if not self.overlaps:
+                chunks, decodes = cycle.outputs()
+        if self.overlaps:
             self._run_ahead(cycle)
             meanwhile()
-            outputs = cycle.outputs()
-        chunks, decodes = outputs
+            chunks, decodes = cycle.outputs()
         self.drafting.learn(cycle, decodes)
         return CycleResult(
             chunks,
@@ -107,8 +111,8 @@ class Worker:
         with clock.stage("verify"):
             tree = self.verifier.compacted(cycle.tree)
             token_mask = self.batches.token_mask(batch.decodes, tree)
-            is_ahead = self.overlaps and cycle.drafting is None
-            verified = self._take_verified(batch, clock) if is_ahead else None
+            may_be_ahead = self.overlaps and cycle.drafting is None
+            verified = self._take_verified(batch, clock) if may_be_ahead else None
             verified = verified or self.verifier.verify(batch, tree)
         with clock.stage("accept"):
             sampling = batch.sampling
@@ -135,13 +139,14 @@ class Worker:
 
         A plain cycle gives each request exactly one token, so the host knows the next lengths, and the device the
         tokens. A captured forward overwrites the last one's logits, so there must be nothing left to read from these.
-        What no request could use after this cycle, which gives it one token at least, is not computed.
+        Nothing is computed if every request gets its last token in this cycle.
         """
-        plan, clock = cycle.plan, cycle.clock
+        plan = cycle.plan
         if not plan.decodes or plan.warm_up is not None:
             return
-        self._verified.discard(clock)
-        self.drafting.extended.discard(clock)
+        # What this cycle has not taken is out of date.
+        self._verified.discard(cycle.clock)
+        self.drafting.extended.discard(cycle.clock)
         if any(chunk.next_token is None for chunk in plan.chunks):
             return  # its request joins the next cycle
         if cycle.drafting is not None:

@@ -4,8 +4,8 @@ A request goes forward through four steps:
 
 1. `generating_route` (`generate.py`) checks the body against the endpoint's schema.
 2. `Endpoint.prepare` makes tokens, checks limits, and makes one engine request per choice (`prepare.py`).
-3. `respond` (`generate.py`) generates.
-4. `Endpoint.answer` writes what the client gets: one response, or events.
+3. `Endpoint.answer` makes the `Answer`, which writes one response, or events.
+4. `respond` (`generate.py`) generates, and sends what the answer writes.
 
 A new endpoint is a schema, a module like `completions.py`, and an entry in GENERATING (`app.py`) and in `openapi.py`.
 """

@@ -55,8 +55,8 @@ class TextOptions:
 class OutputDelta:
     """The output that one token delta added to a choice. `text` has neither thinking nor tool calls.
 
-    `is_first` marks the choice's first delta that is not empty. `token_ids` and `trees` are empty unless the request
-    asked for them.
+    `is_first` marks the choice's first delta that is not empty. `tokens`, `token_ids` and `trees` are empty
+    unless the request asked for them.
     """
 
     index: int

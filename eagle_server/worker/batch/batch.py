@@ -74,8 +74,8 @@ class DecodeBatch:
     def after(self, accepted: Accepted) -> DecodeBatch:
         """The same requests with what they have accepted, for draft-extend.
 
-        Only the device knows the lengths. The host's are one token longer, which gives draft-extend the right layout:
-        its rows begin where the last cycle began, and there are as many in every request.
+        Only the device knows the lengths. On the host they are one more, and each extend_len is 1, so the rows begin at
+        the old seq_len. Every request has `width` rows.
         """
         count = accepted.accept_length + 1
         seq_lens, bonus = self.seq_lens + count, accepted.tokens.gather(1, accepted.accept_length[:, None])
@@ -117,7 +117,7 @@ class Prompts:
 
     chunks: tuple[Chunk, ...]
     rows: PromptBatch  # the target's rows
-    pairs: PromptFeatures | None  # None: no features are read, or the only piece is a prompt's last token
+    pairs: PromptFeatures | None  # None: no features are read, or no row's next token is known
 
 
 def prompt_batch(
@@ -127,7 +127,7 @@ def prompt_batch(
 
     req_pool_indices: their requests in the page table, if req_to_token is a copy of a part of it.
 
-    On a CPU the batch has a copy of its part of the page table: the drafter reads prompts when requests may have ended.
+    On a CPU the batch copies its rows of the page table: its requests may end before the drafter reads the prompts.
     """
     device, counts = req_to_token.device, tuple(len(tokens) for _, _, tokens in pieces)
     ends = tuple(start + len(tokens) for _, start, tokens in pieces)

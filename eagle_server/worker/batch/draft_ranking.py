@@ -48,13 +48,13 @@ class DraftRanking:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether it waits for the device at each further level. If so, no graph may be captured with it."""
+        """Whether a request has a grammar. Then each level waits for the device, and no graph is captured."""
         return self.grammars is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether children rank by their logits, with or without noise, and by nothing else."""
-        return not self._may_refuse
+        """Whether no grammar and no sampling parameter changes the ranking. If not, children may be refused."""
+        return self.grammars is None and self.parameters is None
 
     def without_grammars(self) -> DraftRanking:
         return replace(self, grammars=None)
@@ -77,7 +77,7 @@ class DraftRanking:
             logp, ids = topk_logprobs(logits, k)
         else:
             logp, ids = self.noise.best(logits, k, self.positions, self.level, vocabulary)
-        if self._may_refuse:
+        if not self.is_plain:
             logp = finite_or_off(logp)  # NaN where no token is allowed
         return logp, ids if vocabulary is None else vocabulary.index_select(0, ids.view(-1)).view_as(ids)
 
@@ -115,11 +115,7 @@ class DraftRanking:
     def without_refused(self, tree: Tree) -> Tree:
         """The tree with padding where the score -inf says that a token is not allowed."""
         assert tree.scores is not None
-        return without(tree, tree.scores.isneginf()) if self._may_refuse else tree
-
-    @property
-    def _may_refuse(self) -> bool:
-        return self.grammars is not None or self.parameters is not None
+        return tree if self.is_plain else without(tree, tree.scores.isneginf())
 
 
 BY_PROBABILITY = DraftRanking()
@@ -132,7 +128,7 @@ def finite_or_off(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GrammarPaths:
-    """The requests with grammars, which stand at `requests` in the batch, and the nodes of a level of their trees.
+    """The requests with grammars, at the numbers `requests` in the batch, and the nodes of one level of their trees.
 
     The mask of the first level is known when a cycle begins. The mask below a drafted node is known when that node is,
     so each further level waits for the device.
@@ -140,12 +136,14 @@ class GrammarPaths:
 
     requests: tuple[int, ...]
     decodes: tuple[Decode, ...]
-    paths: tuple[tuple[Path, ...], ...]  # of each request, to the nodes of the level, equally many
+    paths: tuple[
+        tuple[Path, ...], ...
+    ]  # of each request, the tokens from the root to each node of the level, equally many
 
     @classmethod
     def of(cls, decodes: Sequence[Decode]) -> GrammarPaths | None:
         """At the roots of a cycle's trees. None: no request that drafts has a grammar."""
-        masked = [n for n, decode in enumerate(decodes) if decode.grammar_matcher is not None and decode.speculative]
+        masked = [n for n, decode in enumerate(decodes) if decode.grammar_matcher is not None]
         return cls(tuple(masked), tuple(decodes[n] for n in masked), (((),),) * len(masked)) if masked else None
 
     def masked(self, logits: Tensor, vocabulary: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from eagle_server.speculation.transforms import Masks
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.host import HostCopy
 
-Verified = TypeVar("Verified", Tree, None)
+Masked = TypeVar("Masked", Tree, None)
 _NO_TREE: tuple[list[int], list[int]] = ([-1], [-1])  # tokens and parents of a root alone
 
 
@@ -47,7 +47,7 @@ class VerifyTokenMask:
         """`sampling` with the masks before its other transforms, for requests without trees."""
         return self.masked(None, sampling)[1]
 
-    def masked(self, tree: Verified, sampling: SamplingBatch) -> tuple[Verified, SamplingBatch]:
+    def masked(self, tree: Masked, sampling: SamplingBatch) -> tuple[Masked, SamplingBatch]:
         """The tree without the nodes that have no mask, and `sampling` with the masks before its other transforms.
 
         Waits for the copy of the trees.

@@ -190,7 +190,7 @@ class AdaptiveBudget:
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
         self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
-        # Of the newest cycle: requests in half octaves, share sampled in halves, levels to keep.
+        # Of the newest cycle: round(2 log2(requests)), round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
         self._measured = self._speed(0), self._speed(0)  # for its load, with drafts and plain
         self._follows = True  # whether the newest cycle does what was chosen: it is no lesson

@@ -18,13 +18,13 @@ class BudgetPolicy:
     # Chances of acceptance.
     forgetting: float = 1000.0  # cycles after which a tree counts 1 / e of a new one in what is expected of the next
     first_chance: float = 0.7  # that a chain's next node is accepted, before the first lesson
-    prior: float = 4.0  # expected acceptances that a bin counts as observed just as its depths together, at first
+    prior: float = 4.0  # weight of the ratio over all depths in each bin, in expected acceptances
     memory: float = 400.0  # expected acceptances in a bin after which the older ones count half
 
     # Costs.
     rate: float = 0.05  # weight of the newest observation in a curve; twice that in the machine's speed
     outlier: float = 2.0  # times what was expected: a cycle counts as no more, because another process had the core
-    farthest: float = 5.0  # times what was measured at start-up, or a part of it: where a curve stays
+    farthest: float = 5.0  # a curve stays within this factor of what was measured at start-up
 
     # Comparing the measured speeds of plain decoding and of drafting.
     least_measured: float = 0.98  # of plain decoding's speed: with less, drafting has lost

@@ -38,7 +38,7 @@ class EagleDrafter:
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         tree = setup.tree
         self.head, self.attention = head, setup.attention(self.graph_rows(setup))
-        self.steps, self.nodes = tree.model_steps, tree.nodes
+        self.steps = tree.model_steps
         self.topk = self.widest = tree.topk
         self.graphs, self.per_node = setup.graphs, setup.per_node
         self._windows = {

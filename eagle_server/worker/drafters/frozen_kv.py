@@ -28,7 +28,7 @@ class FrozenKVDrafter(FeatureDrafter):
         super().__init__(setup)
         tree = setup.tree
         self.head, self.attention = head, setup.attention(())
-        self.steps, self.topk, self.nodes = tree.model_steps, tree.topk, tree.nodes
+        self.steps, self.topk = tree.model_steps, tree.topk
         self._window = DraftWindow.of(tree.topk, (tree.model_steps - 1) * tree.topk, setup.device)
 
     def forwards(self, steps: int) -> int:

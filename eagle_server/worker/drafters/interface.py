@@ -43,8 +43,8 @@ class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
-    widest: int  # nodes that each of its draft steps feeds, if a budget may choose fewer; 1: it may not
-    extends_ahead: bool  # `extend` reads device tensors and the host's lengths alone, and its State has `of(requests)`
+    widest: int  # the largest topk that a budget may choose; 1: it has no choice
+    extends_ahead: bool  # `extend` reads device tensors and host lengths alone, and its State has `rows_of(requests)`
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""

@@ -55,7 +55,7 @@ class RowDrafter:
         tree = setup.tree
         self.head, self.edge, self.candidates = head, edge, candidates
         self.attention = setup.attention(graph_rows)
-        self.steps, self.topk, self.nodes = tree.model_steps, tree.topk, tree.nodes
+        self.steps, self.topk = tree.model_steps, tree.topk
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
         draft_ids = torch.arange(head.draft_vocab_size, device=setup.device)
         ids = head.target_ids(draft_ids)

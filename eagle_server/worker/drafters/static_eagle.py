@@ -28,7 +28,7 @@ class StaticEagleDrafter(EagleDrafter):
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         self.tree = tree = static_tree(setup.tree.choices, setup.device)
         super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
-        self.steps, self.nodes, self.widest = len(tree.levels), tree.size + 1, 1
+        self.steps, self.widest = len(tree.levels), 1
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of every level."""
