@@ -80,8 +80,8 @@ def test_the_table_of_trees_names_classes_of_these_files():
 def test_a_step_of_a_request_and_of_the_construction_names_a_function_of_its_file():
     steps = re.findall(r"^\d\. `([\w/]+\.py)`, `(?:\w+\.)?(\w+)`", prose(ROOT / "docs/architecture.md"), re.MULTILINE)
     assert len(steps) == 8 + 8
-    for file, function in steps:
-        assert re.search(rf"(def|class) {function}\b", (PACKAGE / file).read_text(encoding="utf-8")), f"{file}: {function}"
+    for file, named in steps:
+        assert re.search(rf"(def|class) {named}\b", (PACKAGE / file).read_text(encoding="utf-8")), f"{file}: {named}"
 
 
 def test_every_experiment_is_in_the_index_with_a_verdict():

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
 _STATE_EVERY = 1.0  # seconds
-_FROM_RESULT = ("stage_seconds", "steps", "drafting", "rows", "expected", "predicted_seconds")  # to CycleStats
 _MASK_WAIT = 0.002  # seconds, the same for a token mask
 
 
@@ -167,8 +166,9 @@ class Engine:
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
             self._cycle = self.scheduler.cycle
-            for name in _FROM_RESULT:
-                setattr(self._cycle, name, getattr(result, name))
+            self._cycle.stage_seconds, self._cycle.rows = result.stage_seconds, result.rows
+            self._cycle.steps, self._cycle.drafting = result.steps, result.drafting
+            self._cycle.expected, self._cycle.predicted_seconds = result.expected, result.predicted_seconds
             self._cycle.seconds = time.perf_counter() - began
         self._publish()
         return deltas

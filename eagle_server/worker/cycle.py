@@ -48,7 +48,7 @@ class Cycle:
     """What the stages of one cycle find, by stage. `tree` is set by drafting, and again after the token masks.
 
 
-    Except `host`, fields without a value are set only in cycles with decodes. `drafting` and what belongs to it are
+    Except `host`, fields without a value are set only in cycles with decodes. `draft_batch` and what belongs to it are
     about the requests that draft, in the order of `budget.drafting`; the rest is about all decodes of the plan, in its
     order.
     """
@@ -62,7 +62,7 @@ class Cycle:
     is_lesson: bool = False  # estimates and budget learn from this cycle
 
     # Drafting.
-    drafting: DecodeBatch | None = None  # None: no request drafts
+    draft_batch: DecodeBatch | None = None  # None: no request drafts
     extended: int = 0  # rows of draft-extend, with backlogs
     fed: int = 0  # nodes that each draft step feeds
     estimated: Tree | None = None  # their trees as proposed, with corrected scores; None: there are none
@@ -86,12 +86,12 @@ class Cycle:
     @property
     def steps(self) -> int:
         """Levels that were drafted."""
-        return 0 if self.drafting is None else self.budget.steps
+        return 0 if self.draft_batch is None else self.budget.steps
 
     @property
     def drafting_requests(self) -> int:
         """How many requests drafted."""
-        return 0 if self.drafting is None else len(self.drafting.decodes)
+        return 0 if self.draft_batch is None else len(self.draft_batch.decodes)
 
     @property
     def rows(self) -> int:

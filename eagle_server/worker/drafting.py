@@ -71,7 +71,7 @@ class TreeDrafting:
             cycle.budget = self._choose(cycle)
         with clock.stage("extend"):
             # A lesson is about all nodes.
-            cycle.drafting = drafting = self.batches.drafting(batch, cycle.budget, cut=not cycle.is_lesson)
+            cycle.draft_batch = drafting = self.batches.draft_batch(batch, cycle.budget, cut=not cycle.is_lesson)
         if drafting is None:
             cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
             return
@@ -117,7 +117,7 @@ class TreeDrafting:
         The device runs it while the host reads this cycle's results and plans the next. If the next cycle has requests
         that it was not computed for, the cycle's own draft-extend writes the same KV again.
         """
-        batch = cycle.drafting
+        batch = cycle.draft_batch
         if batch is None or not self.extends_ahead or len(batch.decodes) < len(cycle.plan.decodes):
             return
         if not batch.ranking.is_plain:
@@ -194,7 +194,7 @@ class TreeDrafting:
             cycle.expected = float(np.exp(logp[logp >= cycle.budget.least_logp]).sum())
             if cycle.is_lesson:
                 self._learn(cycle)
-        if cycle.drafting is not None and self._is_unjudged:
+        if cycle.draft_batch is not None and self._is_unjudged:
             self._count_first_drafts(cycle, decodes)
         if self.costs is not None:
             cycle.predicted_seconds = self._time(self.costs, cycle, decodes, self._ended - ended)
@@ -220,8 +220,8 @@ class TreeDrafting:
 
     def _learn(self, cycle: Cycle) -> None:
         """Update budget and estimates by the nodes that were tried: their parents were accepted."""
-        assert cycle.drafting is not None and self.estimates is not None
-        decodes, host, drafting = cycle.drafting.decodes, cycle.host, list(cycle.budget.drafting)
+        assert cycle.draft_batch is not None and self.estimates is not None
+        decodes, host, drafting = cycle.draft_batch.decodes, cycle.host, list(cycle.budget.drafting)
         drafted = slice(len(drafting))  # without padding
         logp, drafted_parents, guesses = (host.array(each)[drafted] for each in ("estimates", "above", "guesses"))
         self.budget.saw_trees(decodes, logp.astype(float), drafted_parents[:, 1:])
@@ -243,7 +243,7 @@ class TreeDrafting:
 
         passed: seconds since the last cycle ended.
         """
-        plan, has_drafted, stages = cycle.plan, cycle.drafting is not None, cycle.clock.seconds()
+        plan, has_drafted, stages = cycle.plan, cycle.draft_batch is not None, cycle.clock.seconds()
         waited = passed - sum(stages.values())
         loaded = waited < LONGEST_WAIT
         if loaded:

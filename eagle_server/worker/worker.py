@@ -111,7 +111,7 @@ class Worker:
         with clock.stage("verify"):
             tree = self.verifier.compacted(cycle.tree)
             token_mask = self.batches.token_mask(batch.decodes, tree)
-            may_be_ahead = self.overlaps and cycle.drafting is None
+            may_be_ahead = self.overlaps and cycle.draft_batch is None
             verified = self._take_verified(batch, clock) if may_be_ahead else None
             verified = verified or self.verifier.verify(batch, tree)
         with clock.stage("accept"):
@@ -149,7 +149,7 @@ class Worker:
         self.drafting.extended.discard(cycle.clock)
         if any(chunk.next_token is None for chunk in plan.chunks):
             return  # its request joins the next cycle
-        if cycle.drafting is not None:
+        if cycle.draft_batch is not None:
             self.drafting.extend_ahead(cycle)
             return
         if all(decode.tokens_left == 1 for decode in plan.decodes):

@@ -188,7 +188,7 @@ class Batches:
         """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
         return [decode.speculative and not self.accepted_tokens.is_lost(decode.req_pool_index) for decode in decodes]
 
-    def drafting(self, batch: DecodeBatch, budget: CycleBudget, *, cut: bool = False) -> DecodeBatch | None:
+    def draft_batch(self, batch: DecodeBatch, budget: CycleBudget, *, cut: bool = False) -> DecodeBatch | None:
         """The requests of the batch that draft in this cycle; None: there are none. `cut`: see `least_logp`."""
         if not budget.drafting or budget.nodes == 1:
             return None

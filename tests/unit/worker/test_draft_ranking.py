@@ -38,7 +38,7 @@ def batch_of(*settings: dict[str, Any], sizes: tuple[int, ...] = (), coupling: b
     )
     batches.begin(CyclePlan(decodes=decodes))
     everything = CycleBudget(tuple(range(len(decodes))), STEPS, 2)
-    batch = batches.drafting(batches.decode(decodes), everything)
+    batch = batches.draft_batch(batches.decode(decodes), everything)
     assert batch is not None
     return batch
 
