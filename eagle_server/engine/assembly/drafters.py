@@ -14,7 +14,6 @@ from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.worker.drafters.interface import Drafter, DrafterSetup, ModelDrafter
 from eagle_server.worker.drafters.mixture import MixtureDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
-from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.graphs import Graphs
 
@@ -52,6 +51,4 @@ def make_drafter(
 
 
 def _tries(config: EngineConfig) -> NgramTries:
-    tree = config.tree
-    shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_steps) if tree.ngram_share_tokens else None
-    return NgramTries(tree.ngram_steps, tree.nodes, shared, coupling=config.coupling)
+    return NgramTries(config.tree.ngram_steps, config.tree.nodes, coupling=config.coupling)

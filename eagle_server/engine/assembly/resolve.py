@@ -166,7 +166,6 @@ def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> Tree
         nodes=section.num_draft_tokens or len(choices) + 1,  # given only with n-grams
         choices=choices,
         ngram_steps=tree.ngram_steps,
-        ngram_share_tokens=tree.ngram_share_tokens,
     )
 
 
@@ -192,7 +191,6 @@ def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig
         topk=options.eagle_topk,
         nodes=options.num_draft_tokens,
         ngram_steps=options.ngram_depth,
-        ngram_share_tokens=section.shared_tokens,
     )
 
 
