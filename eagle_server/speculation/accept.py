@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -28,10 +28,6 @@ class Accepted:
     drafted: Tensor  # int64 [bs], number of drafted nodes, without root and padding
     finite: Tensor  # bool [bs], False if a path node's best score is NaN or inf; it is -inf if no token is allowed
     scores: Tensor  # float32 [bs, D], the best score of every node
-
-    def rows_of(self, requests: Tensor) -> Accepted:
-        """The paths of some requests, int64 [n]."""
-        return Accepted(*(getattr(self, field.name).index_select(0, requests) for field in fields(self)))
 
 
 class Acceptance(Protocol):
