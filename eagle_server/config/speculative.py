@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, UNNAMED, Algorithm
+from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, TOKEN_TREE, UNNAMED, Algorithm
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
@@ -175,10 +175,10 @@ class SpeculativeSection(Section):
         takes_it = self.drafts.static_drafter is not None and not self.drafts_ngrams
         if self.algorithm not in (None, NONE) and not takes_it:
             flag = f"--speculative-algorithm {self.algorithm}"
-            raise ConfigError(f"--speculative-token-tree has no effect with {flag}: drop one of them")
+            raise ConfigError(f"{TOKEN_TREE} has no effect with {flag}: drop one of them")
         for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
             if getattr(self, field) is not None:
-                raise ConfigError(f"{_flag(field)}: the tree is that of --speculative-token-tree; drop one of them")
+                raise ConfigError(f"{_flag(field)}: the tree is that of {TOKEN_TREE}; drop one of them")
 
     @property
     def shapes_tree(self) -> bool:
