@@ -11,7 +11,7 @@ from eagle_server.engine.assembly.backends import Backends
 from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftModel
-from eagle_server.worker.drafters.interface import Drafter, DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.interface import Drafter, DrafterSetup
 from eagle_server.worker.drafters.mixture import MixtureDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.none import NoDrafter
@@ -46,7 +46,7 @@ def make_drafter(
         requests=config.max_running_requests + 1,
     )
     name = row.drafter if row.static_drafter is None or not tree.choices else row.static_drafter
-    drafter: ModelDrafter[Any] = resolve_name(name)(model, setup)
+    drafter: Drafter[Any] = resolve_name(name)(model, setup)
     return (MixtureDrafter(drafter, _tries(config), setup) if tree.ngram_steps else drafter), pools
 
 

@@ -43,8 +43,9 @@ class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
+    steps: int  # levels of its deepest tree
     widest: int  # nodes that each of its draft steps feeds, if a budget may choose fewer; 1: it may not
-    extends_ahead: bool  # `extend` reads device tensors and the host's lengths alone, and its State has `of(requests)`
+    extends_ahead: bool  # `extend` reads device tensors and the host's lengths alone, and its State has `rows_of`
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
@@ -69,9 +70,3 @@ class Drafter(Protocol[State]):
     def forwards(self, steps: int) -> int:
         """Forwards that `propose` needs for trees of `steps` levels; 0: its time does not depend on them."""
         ...
-
-
-class ModelDrafter(Drafter[State], Protocol[State]):
-    """A drafter whose proposals have at most `steps` levels."""
-
-    steps: int

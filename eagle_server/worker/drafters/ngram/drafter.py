@@ -107,7 +107,7 @@ class NgramDrafter:
     widest = 1
 
     def __init__(self, tries: NgramTries) -> None:
-        self.tries = tries
+        self.tries, self.steps = tries, tries.steps
 
     def forget(self, req_pool_index: int) -> None:
         self.tries.forget(req_pool_index)
@@ -122,7 +122,7 @@ class NgramDrafter:
         self.tries.read(batch.decodes)
         tries = [self.tries.trie_of(decode) for decode in batch.decodes]
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
-        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.steps)
+        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.steps)
 
     def forwards(self, steps: int) -> int:
         return 0
