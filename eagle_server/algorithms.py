@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 NONE, NGRAM = "NONE", "NGRAM"
+TOKEN_TREE = "--speculative-token-tree"  # the option of EAGLE and MTP heads
 _FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
 _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_eagle:StaticEagleDrafter"
 

@@ -36,7 +36,7 @@ from eagle_server.text.tokenizer import load_tokenizer
 
 DEMO = "demo"
 CHAT_ONLY = ChatRequest.model_fields.keys() - CompletionRequest.model_fields.keys()
-UNSEEN = frozenset({"prompt_logprobs", "return_trees", "stream", "stream_options", "stream_pacing"})
+UNSEEN = frozenset({"prompt_logprobs", "return_trees", "stream", "stream_options"})
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 

@@ -131,7 +131,6 @@ class Chunk:
     prompt_logprobs: bool = False
     all_tokens: Sequence[int] = field(default=(), compare=False, repr=False)  # see Decode
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
-    shares_text: bool = True  # see Decode
     saves: tuple[StateSave, ...] = ()  # states to save at lengths that the chunk reaches
 
     @property
@@ -153,7 +152,6 @@ class Decode:
     speculative: bool = True  # False: nothing is drafted for it
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     trees: bool = False  # return its draft tree
-    shares_text: bool = True  # other requests may draft from its text, and it from theirs
     tokens_left: int = sys.maxsize  # the most tokens that it may still get, at least 1
     ends: frozenset[int] = frozenset()  # tokens that end the request
 

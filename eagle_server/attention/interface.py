@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from eagle_server.ops.fused import Rotation, apply_rope, rms_norm
 from eagle_server.ops.native.decoder import NativeDecoder, NativeRows
 from eagle_server.ops.recurrent import RecurrentLayer
 from eagle_server.ops.rope_kv import HeadNorms
+
+# How FlashInfer computes attention under a tree mask, see `attention.flashinfer.scratch.Mode`. Only draft steps can be
+# computed per node.
+TreeMode = Literal["auto", "mask", "cascade", "per_node"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 `EagleVerifyInput` plans the verify forward of trees, `EagleDraftInput` a draft step. Both compute qo_indptr, kv_indptr
 and kv_indices for FlashInfer's plan. Draft-extend is causal with equally many rows per request, and needs neither.
+
+The names of the two classes and of their members are SGLang's. Members that nothing here reads are for its readers.
 """
 
 from __future__ import annotations

@@ -24,6 +24,11 @@ class Pool(Protocol):
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot in all layers."""
+        ...
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [rows, kv_heads, *] in `slots` int64 [rows]."""
         ...
@@ -73,9 +78,9 @@ class KVPool:
         for group in self.groups:
             group.index_fill_(2, slots, float("nan"))
 
-    @staticmethod
-    def bytes_per_slot(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
-        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in layers) * dtype.itemsize
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(group[:, :, 0].nbytes for group in self.groups)
 
 
 class LatentPool:
@@ -105,6 +110,6 @@ class LatentPool:
     def poison(self, slots: Tensor) -> None:
         self.data.index_fill_(1, slots, float("nan"))
 
-    @staticmethod
-    def bytes_per_slot(layers: int, rank: int, rope_dim: int, dtype: torch.dtype) -> int:
-        return layers * (rank + rope_dim) * dtype.itemsize
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.data[:, 0].nbytes

@@ -252,8 +252,6 @@ class Config(BaseModel):
         values["model"].update(model_path=self.target_path, served_model_name=self.served_model_name)
         tree = self.speculative.given_tree_options()
         values["speculative"].update(asdict(tree) if tree else {}, draft_model_path=self.draft_path)
-        if self.speculative.ngram_share:
-            values["speculative"].update(ngram_share_tokens=self.speculative.shared_tokens)
         if self.speculative.posterior is not None:
             threshold, alpha = self.speculative.posterior
             values["speculative"].update(typical_posterior_threshold=threshold, typical_posterior_alpha=alpha)

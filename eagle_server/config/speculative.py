@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, UNNAMED, Algorithm
+from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, TOKEN_TREE, UNNAMED, Algorithm
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
-NGRAM_SHARE_TOKENS = 1 << 20
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's
 
 
@@ -90,17 +89,6 @@ class SpeculativeSection(Section):
         "a list of ranks: [(0,), (0, 0), (1,)], or a file with such a list (python -m "
         "eagle_tools.training.tree_search writes one); instead of steps, topk and draft tokens",
     )
-    ngram_share: bool = Field(
-        default=False,
-        description="NGRAM and X+NGRAM: also draft from other requests' prompts and outputs. It changes no text, but "
-        "the speed of an answer then reveals whether other requests had similar text: leave it off if clients must not "
-        "learn that about each other; requests with a cache_salt take no part",
-    )
-    ngram_share_tokens: Count | None = Field(
-        default=None,
-        description="number of the newest tokens of all requests that --speculative-ngram-share keeps; default: "
-        f"{NGRAM_SHARE_TOKENS}",
-    )
     coupling: Switch | None = Field(
         default=None,
         description="on: above temperature 0 drafters rank tokens by their probability and by the random numbers with "
@@ -144,11 +132,6 @@ class SpeculativeSection(Section):
         return ALGORITHMS.get(self.head_algorithm or "", UNNAMED)
 
     @property
-    def shared_tokens(self) -> int:
-        """How many tokens of all requests' texts are kept for n-grams; 0 if they are not shared."""
-        return (self.ngram_share_tokens or NGRAM_SHARE_TOKENS) if self.ngram_share else 0
-
-    @property
     def couples(self) -> bool:
         """Whether drafters also rank by the noise of the target's draws."""
         return self.coupling != "off" and self.acceptance == "lossless"
@@ -177,16 +160,8 @@ class SpeculativeSection(Section):
                 )
         if self.token_tree is not None:
             self._token_tree_stands_alone()
-        if self.algorithm != NONE and self.ngram_share and not self.drafts_ngrams:
-            raise ConfigError("--speculative-ngram-share needs --speculative-algorithm NGRAM or one with +NGRAM")
-        if self.ngram_share and self.acceptance == "typical":
-            raise ConfigError(
-                "--speculative-ngram-share with --acceptance typical: drop one of them, as together they would let "
-                "one client's text into another's answer"
-            )
         is_lossless = self.acceptance == "lossless"
         for field, needed, is_met in (
-            ("ngram_share_tokens", "--speculative-ngram-share", self.ngram_share),
             ("coupling", "--acceptance lossless", is_lossless),
             ("adaptive", "--acceptance lossless", is_lossless or self.adaptive == "off"),
             ("typical_posterior_threshold", "--acceptance typical", not is_lossless),
@@ -200,10 +175,10 @@ class SpeculativeSection(Section):
         takes_it = self.drafts.static_drafter is not None and not self.drafts_ngrams
         if self.algorithm not in (None, NONE) and not takes_it:
             flag = f"--speculative-algorithm {self.algorithm}"
-            raise ConfigError(f"--speculative-token-tree has no effect with {flag}: drop one of them")
+            raise ConfigError(f"{TOKEN_TREE} has no effect with {flag}: drop one of them")
         for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
             if getattr(self, field) is not None:
-                raise ConfigError(f"{_flag(field)}: the tree is that of --speculative-token-tree; drop one of them")
+                raise ConfigError(f"{_flag(field)}: the tree is that of {TOKEN_TREE}; drop one of them")
 
     @property
     def shapes_tree(self) -> bool:

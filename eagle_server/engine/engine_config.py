@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from eagle_server.attention.interface import TreeMode
 from eagle_server.speculation.accept import Acceptance, Lossless
 from eagle_server.speculation.tree_config import TreeConfig
 
 Backend = Literal["torch_native", "flashinfer"]
-TreeMode = Literal["auto", "mask", "cascade", "per_node"]
 
 
 @dataclass(frozen=True)

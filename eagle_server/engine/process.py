@@ -106,14 +106,6 @@ class Rank:
     rendezvous: str
 
 
-class RankProtocol(Protocol):
-    """A rank above 0."""
-
-    def run(self) -> None:
-        """Follow rank 0 to its end."""
-        ...
-
-
 @dataclass(frozen=True)
 class EngineFactory:
     """A function that builds an engine, given by name, so that only the engine process imports its module.
@@ -229,8 +221,11 @@ def child_main(
         run_engine(lambda: _build_or_report(build, report), inbound_address, outbound_address)
 
 
-def follower_main(build: Callable[[], RankProtocol], directory: Path, report: Connection, logs: LogStyle) -> None:
-    """Entry point of a rank above 0, see `child_main`. `directory` is the supervisor's, for all processes."""
+def follower_main(build: Callable[[], Any], directory: Path, report: Connection, logs: LogStyle) -> None:
+    """Entry point of a rank above 0, which runs a `worker.follower.Follower`: see `child_main`.
+
+    `directory` is the supervisor's, for all processes.
+    """
     _set_up_child(directory, logs)
     with _reporting_lost_ranks(report):
         _build_or_report(build, report).run()

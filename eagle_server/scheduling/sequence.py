@@ -150,7 +150,6 @@ class Sequence:
             prompt_logprobs=self.request.prompt_logprobs and self.output_length == 0,
             all_tokens=self.tokens,
             grammar_matcher=self.grammar_matcher,
-            shares_text=self.request.cache_salt is None,
         )
 
     def decode(self) -> Decode:
@@ -164,7 +163,6 @@ class Sequence:
             speculative=self.request.speculative,
             grammar_matcher=self.grammar_matcher,
             trees=self.request.trees,
-            shares_text=self.request.cache_salt is None,
             tokens_left=self.request.sampling.max_tokens - self.output_length,
             ends=self.stop_ids,
         )

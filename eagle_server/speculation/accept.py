@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -29,10 +29,6 @@ class Accepted:
     finite: Tensor  # bool [bs], False if a path node's best score is NaN or inf; it is -inf if no token is allowed
     scores: Tensor  # float32 [bs, D], the best score of every node
 
-    def rows_of(self, requests: Tensor) -> Accepted:
-        """The paths of some requests, int64 [n]."""
-        return Accepted(*(getattr(self, field.name).index_select(0, requests) for field in fields(self)))
-
 
 class Acceptance(Protocol):
     """An acceptance rule, chosen once when the engine is assembled. `lossy` is its name if it is lossy, else None."""
@@ -43,16 +39,6 @@ class Acceptance(Protocol):
     def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         """The accepted path of each tree. target_logits float32 [n, vocab] has one row per computed node."""
         ...
-
-
-@dataclass(frozen=True)
-class Lossless:
-    """The lossless rule: every output token is drawn from the target's distribution. See `accept`."""
-
-    lossy: ClassVar[None] = None
-
-    def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-        return accept(tree, target_logits, sampling)
 
 
 def drafted_of(tree: Tree) -> Tree | None:
@@ -80,20 +66,26 @@ def draw_nodes(tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> tu
     return tokens.take(tree.retrive_index), scores.take(tree.retrive_index)
 
 
-def accept(tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-    """Walk each tree along the tokens that the target draws.
+@dataclass(frozen=True)
+class Lossless:
+    """The lossless rule: every output token is drawn from the target's distribution."""
 
-    The rule is the same for greedy and stochastic decoding. Draw y = argmax(log p + Gumbel(key, position)) once per
-    node (plain argmax at temperature 0). Go to the child with token y. If there is none, y is the bonus and the walk
-    ends. Every output token is drawn from the target's distribution given its prefix. So the text is the same as in
-    plain decoding, whatever the tree contains.
+    lossy: ClassVar[None] = None
 
-    Args:
-        target_logits: float32 [n, vocab], one row per computed node, see `Tree.retrive_index`.
-    """
-    drawn, scores = draw_nodes(tree, target_logits, sampling)
-    if tree.size == 1:
-        root = torch.zeros_like(drawn)
-        return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0], scores)
-    walk = walk_tree(tree.tokens, tree.parents, tree.depths, tree.mask, drawn, scores, tree.steps)
-    return Accepted(*walk, scores)
+    def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+        """Walk each tree along the tokens that the target draws.
+
+        The rule is the same for greedy and stochastic decoding. Draw y = argmax(log p + Gumbel(key, position)) once per
+        node (plain argmax at temperature 0). Go to the child with token y. If there is none, y is the bonus and the
+        walk ends. Every output token is drawn from the target's distribution given its prefix. So the text is the same
+        as in plain decoding, whatever the tree contains.
+
+        Args:
+            target_logits: float32 [n, vocab], one row per computed node, see `Tree.retrive_index`.
+        """
+        drawn, scores = draw_nodes(tree, target_logits, sampling)
+        if tree.size == 1:
+            root = torch.zeros_like(drawn)
+            return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0], scores)
+        walk = walk_tree(tree.tokens, tree.parents, tree.depths, tree.mask, drawn, scores, tree.steps)
+        return Accepted(*walk, scores)

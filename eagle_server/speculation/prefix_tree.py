@@ -1,6 +1,6 @@
 """Beams packed into prefix trees: sequences with a common prefix share its nodes.
 
-`pack` and `unpack` convert between a beam and its tree. `beam_tree` makes the tree that is verified. All shapes depend
+`pack` makes the tree of a beam. `beam_tree` makes the tree that is verified. All shapes depend
 only on the arguments' shapes, so nothing here synchronizes with the device.
 
 Source: Apple's ReDrafter (arXiv 2403.09919), section 3.2, "dynamic tree attention".
@@ -49,12 +49,6 @@ def pack(beam: Tensor, length: int | None = None) -> tuple[Tensor, Tensor, Tenso
     packed = torch.where(real, beam.flatten(1).gather(1, entry), PADDING)
     above = unpack_map.flatten(1).gather(1, (entry - 1).clamp(min=0))  # the place of the token before
     return packed, torch.where(real & (entry % width > 0), above, -1), unpack_map
-
-
-def unpack(x: Tensor, unpack_map: Tensor) -> Tensor:
-    """Values per packed token, [B, L, ...], as values per token of the beam, [B, M, C, ...]."""
-    batch = torch.arange(len(x), device=x.device)[:, None, None]
-    return x[batch, unpack_map]
 
 
 def pack_like(values: Tensor, unpack_map: Tensor, length: int, padding: float) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 Choices = tuple[tuple[int, ...], ...]
 
-TOKEN_TREE = "--speculative-token-tree"  # the option of EAGLE heads
 _SHOWN = 60  # error texts show this many characters of a wrong value
 _MOST_NODES = 1023  # limited because a tree is verified in one forward
 

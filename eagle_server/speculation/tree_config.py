@@ -18,7 +18,6 @@ class TreeConfig:
     nodes: int = 1
     choices: tuple[tuple[int, ...], ...] = ()  # a static tree, see `speculation.static_tree`; (): a dynamic one
     ngram_steps: int = 0  # 0: no n-grams
-    ngram_share_tokens: int = 0  # tokens of all requests' texts to look n-grams up in; 0: the request's own text only
 
     @property
     def steps(self) -> int:

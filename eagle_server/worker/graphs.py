@@ -26,22 +26,18 @@ Output = TypeVar("Output")
 GraphKey = tuple[str, *tuple[Hashable, ...]]  # the function's name, and what its shapes follow from
 
 
-class Recorded(Protocol):
-    """A captured call."""
-
-    def replay(self) -> None: ...
-
-
 class Recorder(Protocol):
     """Captures what a function does on the device: `CudaRecorder`, or a stand-in in tests."""
 
-    def record(self, function: Callable[[], Output], pool: str) -> tuple[Recorded, Output]: ...
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[Callable[[], None], Output]:
+        """A function that replays the captured call, and the outputs that it writes."""
+        ...
 
 
 @dataclass(frozen=True)
 class _Captured:
     inputs: tuple[Tensor, ...]
-    call: Recorded
+    replay: Callable[[], None]
     outputs: Any
 
 
@@ -74,11 +70,11 @@ class Graphs:
         captured, tensors = self._captured.get(key), tuple(tensors_of(inputs))
         if captured is None:
             buffers = tuple(tensor.clone() for tensor in tensors)
-            call, outputs = self._recorder.record(lambda: function(*restored(inputs, iter(buffers))), key[0])
-            captured = self._captured[key] = _Captured(buffers, call, outputs)
+            replay, outputs = self._recorder.record(lambda: function(*restored(inputs, iter(buffers))), key[0])
+            captured = self._captured[key] = _Captured(buffers, replay, outputs)
         else:
             _refill(captured.inputs, tensors)
-        captured.call.replay()
+        captured.replay()
         return restored(captured.outputs, tensors_of(captured.outputs))  # type: ignore[no-any-return]
 
     @property
@@ -105,7 +101,7 @@ class CudaRecorder:
         self._pools: defaultdict[str, Any] = defaultdict(torch.cuda.graph_pool_handle)
         self._stream = torch.cuda.Stream()
 
-    def record(self, function: Callable[[], Output], pool: str) -> tuple[Recorded, Output]:
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[Callable[[], None], Output]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UPS):
@@ -114,7 +110,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pools[pool], stream=self._stream):
             outputs = function()
-        return graph, outputs
+        return graph.replay, outputs
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:

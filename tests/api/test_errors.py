@@ -108,8 +108,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
         ({"speculative": 1}, "speculative", "boolean"),
         ({"timeout": 0}, "timeout", "greater than 0"),
-        ({"stream_pacing": True, "stream": False}, "stream_pacing", "needs stream: true"),
-        ({"stream_pacing": True, "stream": True, "n": 2}, "stream_pacing", "single choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs to"),
         ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format", "belongs to"),

@@ -1,4 +1,4 @@
-"""Limits of a request: the queue, timeouts, slow readers, a hanging engine. And paced streams."""
+"""Limits of a request: the queue, timeouts, slow readers, a hanging engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api.generation.pacing import paced
 from eagle_server.client import client
-from eagle_server.client.client import EngineClient, EngineUnavailable, Generation, GenerationTimeout, SlowReader
+from eagle_server.client.client import EngineClient, EngineUnavailable, GenerationTimeout, SlowReader
 from eagle_server.client.supervisor import Backoff, Supervisor
 from eagle_server.config import parse_args
 from eagle_server.engine.process import EngineFactory
-from eagle_server.request import FinishReason, Request, SamplingParams, TokenDelta
-from tests.api.calls import stream, text_of
+from eagle_server.request import Request, SamplingParams, TokenDelta
 from tests.api.conftest import PATIENCE, Server, http_client
 from tests.api.fake_engine import HANG, ID, SLOW, STALL, FakeEngine
 from tests.api.servers import stats, wait_until_idle
@@ -217,40 +215,3 @@ async def test_a_hanging_engine_is_started_again_after_its_clients_gave_up(clien
 
 async def _all(client: EngineClient, request: Request) -> list[TokenDelta]:
     return [delta async for delta in client.generate(request)]
-
-
-# --- Pacing ---
-
-
-async def test_a_paced_stream_has_one_token_per_event(http: httpx.AsyncClient) -> None:
-    body = {"prompt": "abcdefg", "max_tokens": 21, "seed": 1, "logprobs": 0}
-    plain = await stream(http, **body)
-    events = await stream(http, **body, stream_pacing=True)
-    assert len(plain) < 21 == len(events)
-    assert text_of(events) == text_of(plain) == "abcdefg" * 3
-    assert [e["choices"][0]["logprobs"]["text_offset"] for e in events] == [[i] for i in range(21)]
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-
-
-async def test_pacing_spreads_a_cycle_and_never_delays_the_next() -> None:
-    client = EngineClient()
-    sent: list[Any] = []
-    client._send = sent.append
-    with Generation(client, [a_request("a")], None) as deltas:
-        pacing = paced(deltas)
-        deltas.put(TokenDelta(request_id="a", token_ids=[1, 2]))
-        assert [(await anext(pacing)).token_ids for _ in range(2)] == [[1], [2]]  # the cycle time is not known yet
-        await asyncio.sleep(0.4)
-        deltas.put(TokenDelta(request_id="a", token_ids=[3, 4, 5]))
-        assert (await anext(pacing)).token_ids == [3]
-        held = asyncio.ensure_future(anext(pacing))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not held.done()  # token 4 waits for its third of the cycle
-        deltas.put(TokenDelta(request_id="a", token_ids=[6], finish_reason=FinishReason.LENGTH))
-        rest = [await held] + [delta async for delta in pacing]
-        assert [(delta.token_ids, delta.finish_reason) for delta in rest] == [
-            ([4], None),
-            ([5], None),
-            ([6], FinishReason.LENGTH),
-        ]

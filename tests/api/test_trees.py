@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.api.calls import complete, stream, text_of
+from tests.api.calls import complete, stream
 from tests.api.fake_engine import FakeEngine
 
 BODY = {"prompt": "abcdefgh", "max_tokens": 12, "seed": 1, "return_trees": True}
@@ -39,14 +39,6 @@ async def test_the_whole_answer_has_all_trees_in_order(http: httpx.AsyncClient) 
     said = "".join(map(emitted, choice["trees"]))
     assert choice["text"].endswith(said)
     assert len(choice["trees"]) > 2
-
-
-async def test_pacing_sends_the_tree_with_the_first_of_its_tokens(http: httpx.AsyncClient) -> None:
-    events = await stream(http, **BODY, stream_pacing=True)
-    plain = await stream(http, **BODY)
-    trees = [tree for event in events for tree in event["choices"][0]["trees"]]
-    assert trees == [tree for event in plain for tree in event["choices"][0]["trees"]]
-    assert text_of(events) == text_of(plain)
 
 
 async def test_nobody_else_gets_any(http: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree.attention import add_sinks, add_sinks_torch, merge_states, tree_block_attention
+from eagle_server.ops.tree.attention import add_sinks, add_sinks_torch, tree_block_attention
 from tests.gpu.conftest import moved
 
 # A GPU may round float32 to TF32 in matrix products, which has 10 bits.
@@ -59,21 +59,6 @@ def test_a_trees_block_attends_alike(
     out = torch.empty_like(prefix_)
     tree_block_attention(q_, keys_, values_, slots_, mask_, scale, (prefix_, lse_) if prefixed else None, out)
     torch.testing.assert_close(out.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 64), (33, 8, 128), (5, 16, 512)], ids=str)
-def test_states_merge_alike(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    random_ = torch.Generator().manual_seed(shape[0])
-    outs = [torch.randn(shape, generator=random_).to(dtype) for _ in range(2)]
-    lses = [torch.randn(shape[:2], generator=random_) * 3 for _ in range(2)]
-    lses[1][0, 0] = -math.inf
-    found, lse = merge_states(*moved((outs[0], lses[0], outs[1], lses[1]), device))
-    weights = torch.stack(lses).double().mul(math.log(2)).softmax(0)[..., None]
-    expected = weights[0] * outs[0].double() + weights[1] * outs[1].double()
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    total = torch.stack(lses).double().mul(math.log(2)).logsumexp(0) / math.log(2)
-    torch.testing.assert_close(lse.cpu().double(), total, rtol=1e-5, atol=1e-5)
 
 
 def _merged(

@@ -19,8 +19,7 @@ class Case:
     """A drafter: the function that makes its pair, and the trees that it drafts.
 
     `size`: verified nodes; None is the largest dynamic tree of `steps` and `topk`. `tree`: a static tree, by name or as
-    a list. `shared`: how many tokens of other requests' texts the n-gram lookup also uses. `stages`: the number of
-    functions captured into graphs, per batch size.
+    a list. `stages`: the number of functions captured into graphs, per batch size.
     """
 
     maker: Maker
@@ -29,7 +28,6 @@ class Case:
     size: int | None = None
     tree: str = ""
     ngrams: int = 0  # steps of the tries
-    shared: int = 0
     stages: int = 3
 
     @property
@@ -39,7 +37,7 @@ class Case:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        ngrams = {"ngram_steps": self.ngrams, "ngram_share_tokens": self.shared}
+        ngrams = {"ngram_steps": self.ngrams}
         if self.tree:
             choices = parse_choices(self.tree)
             steps, ranks, size = steps_of(choices), ranks_of(choices), self.size or len(choices) + 1
@@ -76,8 +74,7 @@ CASES = {
     "STANDALONE chain": Case(pairs.standalone, 4, 1),
     "STANDALONE+NGRAM": Case(pairs.standalone, 2, 2, size=4, ngrams=8, stages=4),
     "MEDUSA+NGRAM": Case(pairs.medusa, tree=UNSORTED, size=10, ngrams=5, stages=3),
-    "REDRAFTER+NGRAM, shared": Case(pairs.redrafter, 3, 4, size=12, ngrams=5, shared=300, stages=3),
-    "NGRAM, shared": Case(pairs.alone, size=9, ngrams=5, shared=300, stages=1),
+    "REDRAFTER+NGRAM": Case(pairs.redrafter, 3, 4, size=12, ngrams=5, stages=3),
     "NGRAM": Case(pairs.alone, size=9, ngrams=5, stages=1),
     "EAGLE3+NGRAM": Case(pairs.eagle3, 3, 4, size=12, ngrams=5, stages=4),
     "NEXTN+NGRAM": Case(pairs.nextn, 3, 4, size=12, ngrams=5, stages=4),

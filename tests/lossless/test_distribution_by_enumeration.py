@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from eagle_server.speculation.accept import accept
+from eagle_server.speculation.accept import Lossless
 from eagle_server.speculation.sampling import SamplingBatch
 from tests.support.sampling import request_sampling
 from tests.support.trees import tree_of
@@ -144,7 +144,7 @@ def production(tree: list[Node], draws: list[list[int]]) -> list[Walk]:
     parents, tokens = [node.parent for node in tree], [(0, *node.path)[-1] for node in tree]
     inputs = tree_of([parents] * len(draws), [tokens] * len(draws), [0] * len(draws), LENGTH)
     logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1)).float()
-    accepted = accept(inputs, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
+    accepted = Lossless().accept(inputs, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
     lengths, tokens = accepted.accept_length.tolist(), accepted.tokens.tolist()
     return [Walk(tuple(row[: length + 1])) for length, row in zip(lengths, tokens, strict=True)]
 

@@ -174,7 +174,7 @@ def joined() -> tuple[list[Request], dict[int, list[Request]]]:
 
 
 # Every drafter that uses the token mask. The gate has the mixture instead of its two sources.
-SLOWER = ("EAGLE3", "NGRAM, shared", "EAGLE3 static tree", "STANDALONE", "REDRAFTER")
+SLOWER = ("EAGLE3", "NGRAM", "EAGLE3 static tree", "STANDALONE", "REDRAFTER")
 DRAFTERS = ["MEDUSA unsorted", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.deep) for n in SLOWER)]
 
 

@@ -52,6 +52,6 @@ def test_texts_that_are_read_slowly_and_in_part_are_the_same(
 ) -> None:
     for name, value in {"_PER_CYCLE": 3, "_GROWTH": 1, "_MOST": 24}.items():
         monkeypatch.setattr(ngram_drafter, name, value)
-    engine = build(pair, chunked_prefill_size=5, ngram_share_tokens=64)
+    engine = build(pair, chunked_prefill_size=5)
     assert tokens_of(run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})) == texts
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens

@@ -74,9 +74,7 @@ def model(target: TargetModel, **given: Any) -> Engine:
 
 def ngrams(target: TargetModel, **given: Any) -> Engine:
     stand_ins = given.pop("stand_ins", {})
-    return assemble(
-        target, None, engine_config(nodes=9, ngram_steps=5, ngram_share_tokens=300, **given), Surroundings(**stand_ins)
-    )
+    return assemble(target, None, engine_config(nodes=9, ngram_steps=5, **given), Surroundings(**stand_ins))
 
 
 DRAFTERS: dict[str, Drafted] = {

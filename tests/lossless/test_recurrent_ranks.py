@@ -56,7 +56,7 @@ def tree(steps: int, topk: int) -> dict[str, Any]:
 
 DRAFTS: dict[str, tuple[Callable[[TargetModel], Any], dict[str, Any]]] = {
     "NONE": (lambda _: None, {}),
-    "NGRAM": (lambda _: None, {"nodes": 9, "ngram_steps": 5, "ngram_share_tokens": 300}),
+    "NGRAM": (lambda _: None, {"nodes": 9, "ngram_steps": 5}),
     "EAGLE chain": (lambda whole: random_head(whole, "EAGLE"), tree(4, 1)),
     "EAGLE3": (lambda whole: random_head(whole, "EAGLE3"), tree(3, 4)),
     "NEXTN": (mtp, tree(3, 4)),

@@ -134,10 +134,11 @@ class CountedRecorder(FirstCallRecorder):
         super().__init__()
         self._counter = counter
 
-    def record(self, function: Callable[[], Output], pool: str) -> tuple[FirstCall, Output]:
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[Callable[[], None], Output]:
         with self._counter.paused():
-            call, outputs = super().record(function, pool)
-        return _CountedCall(call.function, call.outputs, call.spoiled, self._counter), outputs
+            _, outputs = super().record(function, pool)
+        call = self.pools[pool][-1]
+        return _CountedCall(call.function, call.outputs, call.spoiled, self._counter).replay, outputs
 
 
 class _CountedCall(FirstCall):

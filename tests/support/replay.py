@@ -45,7 +45,7 @@ class FirstCallRecorder:
     def __init__(self) -> None:
         self.pools: defaultdict[str, list[FirstCall]] = defaultdict(list)
 
-    def record(self, function: Callable[[], Output], pool: str) -> tuple[FirstCall, Output]:
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[Callable[[], None], Output]:
         results, again = function(), tensors_of(function())
         fixed = {tensor.data_ptr() for tensor in again} & {tensor.data_ptr() for tensor in tensors_of(results)}
         outputs = own(results, fixed)
@@ -56,7 +56,7 @@ class FirstCallRecorder:
         for earlier in self.pools[pool]:
             earlier.spoiled.extend(made)
         self.pools[pool].append(call)
-        return call, outputs
+        return call.replay, outputs
 
     @property
     def kept_bytes(self) -> int:

@@ -23,7 +23,8 @@ class ThinningDrafter:
     """
 
     def __init__(self, drafter: Drafter[Any], seed: int = 0) -> None:
-        self.drafter, self.uses_features, self.widest = drafter, drafter.uses_features, drafter.widest
+        self.drafter, self.uses_features = drafter, drafter.uses_features
+        self.steps, self.widest = drafter.steps, drafter.widest
         self.nodes: list[int] = []
         self.sizes: list[tuple[int, int]] = []
         self._generator = torch.Generator().manual_seed(seed)

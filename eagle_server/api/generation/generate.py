@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from starlette.routing import Route
 from eagle_server.api.connection import EventStream, cancelled, while_connected
 from eagle_server.api.errors import ApiError, as_api_error, is_expected
 from eagle_server.api.generation.endpoint import Answer, Endpoint
-from eagle_server.api.generation.pacing import paced
 from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import check_scores, scores_of
@@ -28,7 +27,6 @@ from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.access import request_id_of
 from eagle_server.api.telemetry.request_record import waited
-from eagle_server.request import TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +146,7 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
     timeout = service.timeout_of(body.timeout)
     with service.client.submit(requests, timeout=timeout, waited=waited(), on_tokens=limits.use_tokens) as generation:
         limits.use_tokens(prompt_tokens)
-        deltas: AsyncIterator[TokenDelta] = paced(generation) if body.stream_pacing else generation
-        async for delta in deltas:
+        async for delta in generation:
             state = states[delta.request_id]
             if not delta.token_ids:
                 state.raise_if_failed(delta)

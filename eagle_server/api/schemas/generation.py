@@ -95,7 +95,6 @@ class SamplingBody(Body):
     speculative: bool = True
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
-    stream_pacing: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -177,8 +176,6 @@ class GenerationBody(SamplingBody):
             yield "stream_options", "needs stream: true"
         if self.prompt_logprobs is not None and self.stream:
             yield "prompt_logprobs", "is not supported with stream: true"
-        if self.stream_pacing and not (self.stream and self.sequences == 1):
-            yield "stream_pacing", "needs stream: true and a single choice"
         asks_for_format = self.response_format is not None and self.response_format.type != "text"
         if asks_for_format and self.structured_outputs is not None:
             yield "structured_outputs", f"and {self.name('response_format')} ask for two things; drop one of them"

@@ -14,7 +14,7 @@ import importlib
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,14 +22,13 @@ from eagle_server.attention.flashinfer.forward import FlashInferBackend, PlanSpe
 from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, HEAD_DIMS, why_not_loaded
 from eagle_server.attention.flashinfer.scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer.wrappers import DecodeWrapper, Heads, Lengths, PagedWrapper, plan_arguments
-from eagle_server.attention.interface import Layout
+from eagle_server.attention.interface import Layout, TreeMode
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape
 
 __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_module"]
 
 PromptKernel = Literal["fa2", "fa3"]
-TreeMode = Literal["mask", "cascade", "per_node", "auto"]
 
 # "auto" means a cascade if a request has at least this many KV slots, else a mask. A mask has rows * kv_len bits, which
 # every tile reads. The threshold has not been measured yet.
@@ -106,7 +105,7 @@ class FlashInferAttention(FlashInferBackend):
                     f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}: choose --attention-backend "
                     "torch_native"
                 )
-        if verify not in ("mask", "cascade", "auto") or draft not in ("mask", "cascade", "per_node", "auto"):
+        if verify == "per_node" or not {verify, draft} <= set(get_args(TreeMode)):
             raise ValueError(f"no such way to attend: verify={verify!r}, draft={draft!r}")
         self._verify, self._draft = verify, draft
         self._prompt_kernels: dict[tuple[bool, KVShape | None], PromptKernel] = {}  # with a sliding window, or without

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from eagle_server.attention.interface import AttentionBackend, LayerSpec
+from eagle_server.attention.interface import AttentionBackend, LayerSpec, TreeMode
 from eagle_server.attention.torch_native import torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from eagle_server.engine.assembly.pools import make_pool
-from eagle_server.engine.engine_config import EngineConfig, TreeMode
+from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.fused import use_flashinfer
 from eagle_server.ops.indices import window_slots

@@ -11,10 +11,9 @@ from eagle_server.engine.assembly.backends import Backends
 from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftModel
-from eagle_server.worker.drafters.interface import Drafter, DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.interface import Drafter, DrafterSetup
 from eagle_server.worker.drafters.mixture import MixtureDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
-from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.graphs import Graphs
 
@@ -47,11 +46,9 @@ def make_drafter(
         requests=config.max_running_requests + 1,
     )
     name = row.drafter if row.static_drafter is None or not tree.choices else row.static_drafter
-    drafter: ModelDrafter[Any] = resolve_name(name)(model, setup)
+    drafter: Drafter[Any] = resolve_name(name)(model, setup)
     return (MixtureDrafter(drafter, _tries(config), setup) if tree.ngram_steps else drafter), pools
 
 
 def _tries(config: EngineConfig) -> NgramTries:
-    tree = config.tree
-    shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_steps) if tree.ngram_share_tokens else None
-    return NgramTries(tree.ngram_steps, tree.nodes, shared, coupling=config.coupling)
+    return NgramTries(config.tree.ngram_steps, config.tree.nodes, coupling=config.coupling)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from eagle_server.algorithms import Algorithm
+from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.config import Config
 from eagle_server.engine.assembly.devices import (
     GPU_MEMORY,
@@ -177,7 +178,7 @@ def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtyp
     layers, heads = raw.get("num_hidden_layers", 1), raw.get("num_key_value_heads", target.num_kv_heads)
     if row is not None and row.stored == "in the target":
         layers = max(1, int(raw.get("num_nextn_predict_layers") or 1))
-    return int(2 * layers * heads * target.head_dim * dtype.itemsize)
+    return KVPool([KVShape(heads, target.head_dim)] * layers, 1, dtype, torch.device("meta")).bytes_per_slot
 
 
 def _draft_row(config: Config) -> Algorithm | None:

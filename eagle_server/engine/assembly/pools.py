@@ -23,10 +23,7 @@ def make_pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool |
 
 def bytes_per_slot(config: ModelConfig) -> int:
     """Bytes of one slot of `make_pool`, all layers together."""
-    if config.mla is not None:
-        rank, rope_dim = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
-        return LatentPool.bytes_per_slot(config.kv_layers, rank, rope_dim, config.dtype)
-    return KVPool.bytes_per_slot(config.pool_layers, config.dtype)
+    return make_pool(config, 1, torch.device("meta")).bytes_per_slot
 
 
 def make_states(

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE
+from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE, TOKEN_TREE
 from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.assembly.backends import caps_scores
@@ -19,7 +19,7 @@ from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native.library import available, threads
 from eagle_server.speculation.accept import Acceptance, Lossless
-from eagle_server.speculation.static_tree import TOKEN_TREE, Choices, ranks_of, read_choices, steps_of, truncated
+from eagle_server.speculation.static_tree import Choices, ranks_of, read_choices, steps_of, truncated
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.speculation.typical import Typical
 
@@ -166,7 +166,6 @@ def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> Tree
         nodes=section.num_draft_tokens or len(choices) + 1,  # given only with n-grams
         choices=choices,
         ngram_steps=tree.ngram_steps,
-        ngram_share_tokens=tree.ngram_share_tokens,
     )
 
 
@@ -192,7 +191,6 @@ def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig
         topk=options.eagle_topk,
         nodes=options.num_draft_tokens,
         ngram_steps=options.ngram_depth,
-        ngram_share_tokens=section.shared_tokens,
     )
 
 
@@ -206,7 +204,7 @@ def _static_choices(section: SpeculativeSection, draft: DraftModel | None) -> Ch
         return _own_choices(section, draft) if draft is not None else ()
     if drafts is None or drafts.static_drafter is None:
         held = "there is no draft" if drafts is None else f"the files hold a {drafts.name} draft"
-        raise ConfigError(f"--speculative-token-tree is for EAGLE and MTP heads, but {held}; drop it")
+        raise ConfigError(f"{TOKEN_TREE} is for EAGLE and MTP heads, but {held}; drop it")
     return read_choices(section.token_tree, TOKEN_TREE)
 
 

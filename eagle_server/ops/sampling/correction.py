@@ -27,8 +27,17 @@ def correct_guesses(
         return _launch_correction(guesses, ratios, edges, temperature_bin, depth, most)
     later = torch.ones(guesses.shape[2], dtype=torch.int64, device=guesses.device)
     later[:1] = 0
-    places = temperature_bin[:, None, None], depth, later, torch.bucketize(guesses.contiguous(), edges)
-    return (ratios[places] + guesses).clamp_(max=most)
+    return corrected(guesses, ratios, edges, (temperature_bin[:, None, None], depth, later), most)
+
+
+def corrected(
+    guesses: Tensor, ratios: Tensor, edges: Tensor, group: tuple[Tensor, Tensor | int, Tensor], most: float
+) -> Tensor:
+    """`correct_guesses` for guesses of any shape and depth.
+
+    group: the numbers of temperature and depth, and 1 for later children, each broadcast to the guesses' shape.
+    """
+    return (ratios[(*group, torch.bucketize(guesses.contiguous(), edges))] + guesses).clamp_(max=most)
 
 
 def _launch_correction(

@@ -93,7 +93,7 @@ def tree_block_attention_torch(
 
     result = by_row(attended)
     if prefix is not None:
-        result, _ = _merge(prefix[0].to(dtype), prefix[1].to(dtype), result, by_row(lse)[..., 0])
+        result, _ = merge_states(prefix[0].to(dtype), prefix[1].to(dtype), result, by_row(lse)[..., 0])
     return out.copy_(result)
 
 
@@ -109,22 +109,15 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 def add_sinks_torch(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """The torch twin of `add_sinks`."""
-    merged, total = _merge(out, lse, torch.zeros_like(out), (sinks * math.log2(math.e)).to(lse.dtype).expand_as(lse))
+    merged, total = merge_states(
+        out, lse, torch.zeros_like(out), (sinks * math.log2(math.e)).to(lse.dtype).expand_as(lse)
+    )
     out.copy_(merged)
     lse.copy_(total)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(o, lse) of the union of two disjoint sets of keys. o: [n, H, D]; lse: float32 [n, H], base 2.
-
-    The kernel of `tree_block_attention` merges by itself. This is what tests hold it against.
-    """
-    dtype = torch.promote_types(out_a.dtype, torch.float32)
-    out, lse = _merge(out_a.to(dtype), lse_a.to(dtype), out_b.to(dtype), lse_b.to(dtype))
-    return out.to(out_a.dtype), lse.to(lse_a.dtype)
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """(o, lse) of the union of two disjoint sets of keys. o: [n, H, D]; lse: [n, H], base 2."""
     top = torch.maximum(lse_a, lse_b).nan_to_num(neginf=0.0)
     a, b = torch.exp2(lse_a - top), torch.exp2(lse_b - top)
     total = a + b

@@ -214,12 +214,13 @@ class Batches:
                 features.append(rows)
         if not pieces:
             return None
-        pairs = PromptFeatures(self._prompt(pieces), torch.cat(features))
-        return Prompts((), self._prompt([(index, start + 1, tokens) for index, start, tokens in pieces]), pairs)
+        pairs = PromptFeatures(prompt_batch(pieces, self.table.tensor), torch.cat(features))
+        prompts = prompt_batch([(index, start + 1, tokens) for index, start, tokens in pieces], self.table.tensor)
+        return Prompts((), prompts, pairs)
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The rows of all chunks for the target."""
-        return self._prompt([(c.req_pool_index, c.start, c.tokens) for c in chunks])
+        return prompt_batch([(c.req_pool_index, c.start, c.tokens) for c in chunks], self.table.tensor)
 
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""
@@ -293,9 +294,6 @@ class Batches:
 
     def _padded_size(self, size: int) -> int:
         return next((bucket for bucket in self.sizes if bucket >= size), size)
-
-    def _prompt(self, pieces: Sequence[Piece]) -> PromptBatch:
-        return prompt_batch(pieces, self.table.tensor)
 
     def _sampling_of(self, decodes: Sequence[Decode], padding: int, *, drafting: bool) -> SamplingBatch:
         """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""

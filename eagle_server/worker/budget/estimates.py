@@ -19,7 +19,7 @@ from torch import Tensor
 from eagle_server.ops.device import upload
 from eagle_server.ops.native.drafting import correction
 from eagle_server.ops.native.structs import EstimatesStruct
-from eagle_server.ops.sampling.correction import correct_guesses
+from eagle_server.ops.sampling.correction import correct_guesses, corrected
 from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
@@ -54,8 +54,7 @@ class AcceptanceEstimates:
             level: 0 for the children of the root.
         """
         guesses, depth = logp.view(len(temperature_bin), -1, logp.shape[1]), min(level, _DEPTHS - 1)
-        ratio_corrected = correct_guesses(guesses, self._ratios, self._edges, temperature_bin, depth, _MOST)
-        return ratio_corrected.view_as(logp)
+        return correct_guesses(guesses, self._ratios, self._edges, temperature_bin, depth, _MOST).view_as(logp)
 
     def correction(self, temperature_bin: Tensor) -> EstimatesStruct:
         """`corrected` for the native kernels."""
@@ -71,9 +70,8 @@ class AcceptanceEstimates:
         if guesses is None:
             above = torch.cat([torch.zeros_like(path_logp[:, :1]), path_logp], dim=1).gather(1, tree.parents[:, 1:])
             guesses = (path_logp - above).nan_to_num_(nan=_LEAST).clamp_(_LEAST, 0.0)
-            places = depths.clamp(max=_DEPTHS) - 1, later_siblings(tree.parents[:, 1:])
-            chances = self._ratios[(temperature_bin[:, None], *places, torch.bucketize(guesses, self._edges))]
-            chances = (chances + guesses).clamp_(max=_MOST)
+            group = temperature_bin[:, None], depths.clamp(max=_DEPTHS) - 1, later_siblings(tree.parents[:, 1:])
+            chances = corrected(guesses, self._ratios, self._edges, group, _MOST)
             path_logp = (tree.mask[:, 1:, 1:] * chances[:, None]).sum(-1)
         padding = tree.tokens[:, 1:] < 0
         return replace(tree, scores=path_logp.masked_fill(padding, float("-inf")), guesses=guesses)

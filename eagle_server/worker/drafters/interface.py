@@ -43,6 +43,7 @@ class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
+    steps: int  # levels of its deepest tree
     widest: int  # the largest topk that a budget may choose; 1: it has no choice
     extends_ahead: bool  # `extend` reads device tensors and host lengths alone, and its State has `rows_of(requests)`
 
@@ -69,9 +70,3 @@ class Drafter(Protocol[State]):
     def forwards(self, steps: int) -> int:
         """Forwards that `propose` needs for trees of `steps` levels; 0: its time does not depend on them."""
         ...
-
-
-class ModelDrafter(Drafter[State], Protocol[State]):
-    """A drafter whose proposals have at most `steps` levels."""
-
-    steps: int

@@ -12,7 +12,7 @@ from eagle_server.ops.device import upload
 from eagle_server.speculation.merge import best, chances, join_trees
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
-from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, State
+from eagle_server.worker.drafters.interface import Drafter, DrafterSetup, State
 from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_tree
 
 
@@ -25,7 +25,7 @@ class MixtureDrafter(Generic[State]):
 
     uses_features, extends_ahead = True, False
 
-    def __init__(self, model: ModelDrafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
+    def __init__(self, model: Drafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
         self.model, self.tries = model, tries
         self.steps, self.widest = max(model.steps, tries.steps), model.widest
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)

@@ -10,7 +10,7 @@ class NoDrafter:
     """Proposes no nodes: verify has one row per request, and accept samples the next token."""
 
     uses_features = extends_ahead = False
-    widest = 1
+    steps, widest = 0, 1
 
     def forget(self, req_pool_index: int) -> None:
         return None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eagle_server.algorithms import ALGORITHMS
+from eagle_server.algorithms import ALGORITHMS, TOKEN_TREE
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.assembly.from_config import LoadedModels, engine_over, load_models
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
-from eagle_server.speculation.static_tree import TOKEN_TREE
 from eagle_tools.training.tree_search.growth import Accuracies, Choice, wide_tree
 from eagle_tools.tree.record import DraftedTree, recorded
 

@@ -104,15 +104,10 @@ def test_medusa_beside_ngrams_may_say_how_many_nodes_are_verified(options, nodes
         ("MEDUSA+NGRAM", {"num_draft_tokens": 1}, "should be 2 or more"),
         ("MEDUSA", {"num_draft_tokens": 20}, "trees follow from --medusa-choices alone"),
         ("REDRAFTER+NGRAM", {"medusa_choices": "mc_sim_7b_63"}, "--medusa-choices has no effect"),
-        ("EAGLE", {"ngram_share": True}, "--speculative-ngram-share needs --speculative-algorithm NGRAM"),
-        (None, {"ngram_share": True}, "--speculative-ngram-share needs --speculative-algorithm NGRAM"),
-        ("NGRAM", {"ngram_share_tokens": 99}, "--speculative-ngram-share-tokens needs --speculative-ngram-share"),
         ("NGRAM", {"typical_posterior_alpha": 0.5}, "--speculative-typical-posterior-alpha needs --acceptance typical"),
-        ("NGRAM", {"ngram_share": True, "acceptance": "typical"}, "one client's text into another's answer"),
         ("NONE", {"acceptance": "typical"}, "--speculative-acceptance has no effect"),
         ("NGRAM", {"acceptance": "typical", "coupling": "on"}, "--speculative-coupling needs --acceptance lossless"),
         ("NONE", {"coupling": "off"}, "--speculative-coupling has no effect"),
-        ("NONE", {"ngram_share": True}, "--speculative-ngram-share has no effect"),
         ("NGRAM", {"acceptance": "typical", "typical_posterior_threshold": 0.0}, "greater than 0"),
     ],
     ids=str,
@@ -122,13 +117,11 @@ def test_what_has_no_effect_or_no_sense_is_refused(algorithm, options, message):
         config(algorithm, "owner/model", **options)
 
 
-def test_sharing_and_typical_acceptance_are_shown_with_their_numbers():
-    assert config("NGRAM", ngram_share=True).public_dict()["speculative"]["ngram_share_tokens"] == 1 << 20
+def test_typical_acceptance_is_shown_with_its_numbers():
     shown = config("NGRAM", acceptance="typical", typical_posterior_alpha=0.5).public_dict()
     assert shown["speculative"]["acceptance"] == "typical"
     assert shown["speculative"]["typical_posterior_threshold"] == 0.09
     assert shown["speculative"]["typical_posterior_alpha"] == 0.5
-    assert config("NGRAM").speculative.shared_tokens == 0
     assert config("NGRAM").public_dict()["speculative"]["typical_posterior_alpha"] is None
 
 

@@ -63,11 +63,10 @@ def test_a_tree_may_be_a_list(files: TinyPair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "nodes"), [([], 62), (["--speculative-num-draft-tokens", "80"], 80)])
 def test_tries_beside_the_heads_fill_the_tree(files: TinyPair, flags: list[str], nodes: int) -> None:
-    engine = build(files, "--speculative-algorithm", "MEDUSA+NGRAM", "--speculative-ngram-share", *flags)
+    engine = build(files, "--speculative-algorithm", "MEDUSA+NGRAM", *flags)
     shown: dict[str, Any] = engine.ready().resolved["speculative"]
     assert engine.ready().speculative_algorithm == shown["algorithm"] == "MEDUSA+NGRAM"
     assert (shown["num_steps"], shown["num_draft_tokens"], shown["ngram_depth"]) == (3, nodes, 8)
-    assert shown["ngram_share_tokens"] == 1 << 20
     assert len(run(engine, [request(0, [*range(9), *range(9)], max_tokens=6, ignore_eos=True)])["0"].tokens) == 6
 
 

@@ -25,8 +25,8 @@ CASES = {
     ),
     "NGRAM": (["--speculative-algorithm", "NGRAM"], TreeConfig(8, 0, 16, ngram_steps=8)),
     "EAGLE3+NGRAM": (
-        ["--speculative-algorithm", "EAGLE3+NGRAM", "--speculative-ngram-share", "--speculative-ngram-share-tokens=99"],
-        TreeConfig(5, 4, 8, ngram_steps=8, ngram_share_tokens=99),
+        ["--speculative-algorithm", "EAGLE3+NGRAM"],
+        TreeConfig(5, 4, 8, ngram_steps=8),
     ),
     "MEDUSA": (
         ["--speculative-algorithm", "MEDUSA", "--medusa-choices", "[(1,), (1, 3)]"],

@@ -76,7 +76,7 @@ def test_layers_of_a_pool_share_no_memory_and_are_cleared_and_poisoned_in_every_
     pool.clear(torch.tensor([4], device=DEVICE))
     for side in sides:
         assert bool(side[3].isnan().all()) and bool((side[4] == 0).all()) and bool((side[5] > 0).all())
-    assert KVPool.bytes_per_slot([KVShape(2, 4), KVShape(1, 6), KVShape(2, 4)], torch.float32) == 2 * (8 + 6 + 8) * 4
+    assert pool.bytes_per_slot == 2 * (8 + 6 + 8) * 4
 
 
 @pytest.mark.parametrize(("argument", "value"), [(0, 40), (1, 30), (1, -1), (2, 9), (2, -1), (3, SLOTS), (3, -1)])

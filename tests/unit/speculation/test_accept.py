@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.speculation.accept import Acceptance, Accepted, Lossless, accept
+from eagle_server.speculation.accept import Acceptance, Accepted, Lossless
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.tree import Tree, compacted
 from eagle_server.speculation.typical import Typical
@@ -22,9 +22,9 @@ EXAMPLE = tree_of([[-1, 0, 0, 1, 1, 4]], [[99, 11, 12, 21, 22, 33]], [4], 3)
 
 
 def accepted(tree: Tree, draws: list[list[int]], vocab: int = VOCAB) -> Accepted:
-    """`accept` with logits that are largest at `draws`."""
+    """The lossless rule with logits that are largest at `draws`."""
     logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1), vocab).float()
-    return accept(tree, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
+    return Lossless().accept(tree, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
 
 
 def test_the_worked_example_accepts_three_and_a_bonus() -> None:
@@ -134,7 +134,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_where_they_are_on_its
     logits[2, 1, 4] = value
     logits[3, 2, 4] = value
     setting = request_sampling(key=1, temperature=temperature)
-    result = accept(tree, logits.view(12, VOCAB), SamplingBatch.of([setting] * 4, logits.device))
+    result = Lossless().accept(tree, logits.view(12, VOCAB), SamplingBatch.of([setting] * 4, logits.device))
     assert result.finite.tolist() == [True, False, False, True]
     assert result.accept_length.tolist()[2:] == [1, 1]
 

@@ -25,7 +25,6 @@ from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
-from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from tests.support import drafts
 from tests.support.reference import TOPK, generate_medusa_buffers
 from tests.support.sampling import request_sampling
@@ -107,10 +106,7 @@ def trie(draw: st.DrawFn) -> Tree:
     decodes = tuple(Decode(row, len(text) - 1, text[-1], sampling, text) for row, text in enumerate(texts))
     batch = batch_of(len(texts) + 1, decodes=decodes)
     steps = draw(st.integers(1, 5))
-    shared = SharedTexts(64, steps) if draw(st.booleans()) else None
-    if shared is not None:
-        shared.add(draw(st.lists(st.integers(0, 2), max_size=20)), known=0)
-    drafter = NgramDrafter(NgramTries(steps, draw(st.integers(2, 12)), shared))
+    drafter = NgramDrafter(NgramTries(steps, draw(st.integers(2, 12))))
     return drafter.propose(None, batch)
 
 

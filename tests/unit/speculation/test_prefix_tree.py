@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle_server.speculation.prefix_tree import PADDING, beam_tree, pack, pack_like, unpack
+from eagle_server.speculation.prefix_tree import PADDING, beam_tree, pack, pack_like
 from tests.support.trees import path_to
 
 # The published example of the beam-to-prefix-tree conversion, two requests.
@@ -35,6 +35,11 @@ def beams(draw: Any, *, rooted: bool = False) -> Tensor:
 def prefixes(beam: Tensor) -> list[tuple[int, ...]]:
     """The distinct prefixes of one request's sequences, in order of first occurrence."""
     return list(dict.fromkeys(tuple(row[: j + 1]) for row in beam.tolist() for j in range(len(row))))
+
+
+def unpack(x: Tensor, unpack_map: Tensor) -> Tensor:
+    """Values per packed token, [B, L], as values per token of the beam, [B, M, C]."""
+    return x[torch.arange(len(x))[:, None, None], unpack_map]
 
 
 def text(packed: Tensor, parents: Tensor, place: int) -> tuple[int, ...]:

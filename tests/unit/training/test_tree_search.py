@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_server.algorithms import TOKEN_TREE
 from eagle_server.config import parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.speculation.static_tree import TOKEN_TREE, read_choices
+from eagle_server.speculation.static_tree import read_choices
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.__main__ import main as train
 from eagle_tools.training.tiny import TinyPair, tiny_medusa, tiny_pair

@@ -10,7 +10,6 @@ from eagle_server.plan import Decode
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.drafters.ngram.coupled_estimates import CoupledEstimates, coupled_estimates
 from eagle_server.worker.drafters.ngram.drafter import NgramTries
-from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from tests.support.sampling import request_sampling
 
 STEPS, NODES = 3, 40
@@ -60,19 +59,6 @@ def test_equally_frequent_continuations_rank_by_the_noise_of_their_depth() -> No
             chances.append(chances[parent] * estimate)
         assert chances == sorted(chances, reverse=True)
     assert firsts == {4, 5}
-
-
-def test_texts_of_other_requests_rank_by_the_noise_of_this_one() -> None:
-    firsts = set()
-    for seed in range(12):
-        shared = SharedTexts(1000, STEPS)
-        shared.add([7, 1, 2, 8, 7, 1, 3, 8])
-        each = decode(seed, tokens=[7, 1])
-        trie = NgramTries(STEPS, NODES, shared).trie_of(each)
-        g = noise(each, 0)
-        assert trie.tokens[0] == (2 if g[2] > g[3] else 3)
-        firsts.add(trie.tokens[0])
-    assert firsts == {2, 3}
 
 
 def test_greedy_requests_and_uncoupled_tries_estimate_by_counts_alone() -> None:

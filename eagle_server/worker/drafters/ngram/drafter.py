@@ -15,12 +15,10 @@ from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.ngram.coupled_estimates import coupled_estimates
-from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts, blended
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SuffixAutomaton, Trie
 
 CERTAIN = 0.95  # expected accepted tokens over the most that a trie could give: no other drafter is asked then
 _SPARE = 4  # with a grammar, which may refuse nodes, this many times as many are looked at
-_PIECE = 64  # new tokens of a running request before they are shared
 _GROWTH = 256  # tokens of a request that are read at once even if others have used up the cycle's limit
 _PER_CYCLE = 2048  # tokens of all requests' backlogs that are read in a cycle: about 10 ms
 _MOST = 1 << 17  # tokens in an automaton; of a longer text the newest half of that many are read
@@ -28,13 +26,11 @@ _MOST = 1 << 17  # tokens in an automaton; of a longer text the newest half of t
 
 @dataclass
 class _Reader:
-    """A request's growing list of tokens, and its automaton of those from `start` on. `shared` tokens are shared."""
+    """A request's growing list of tokens, and its automaton of those from `start` on."""
 
     tokens: Sequence[int]
     automaton: SuffixAutomaton
-    shares_text: bool = True
     start: int = 0
-    shared: int = 0
 
     @property
     def end(self) -> int:
@@ -43,31 +39,26 @@ class _Reader:
 
 
 class NgramTries:
-    """The suffix automata of the running requests, by req_pool_index; with `shared` also the texts of all requests.
+    """The suffix automata of the running requests, by req_pool_index.
 
     An automaton takes 20 to 200 bytes of host memory and a few microseconds per token. A long prompt is read during the
     cycles that prefill it, and then during as many more as it needs. Until then its tries come from what was read.
-    Without sharing, the trie of a text that was read to its end is a function of its newest tokens alone.
+    The trie of a text that was read to its end is a function of its newest tokens alone.
     """
 
-    def __init__(self, steps: int, nodes: int, shared: SharedTexts | None = None, *, coupling: bool = True) -> None:
+    def __init__(self, steps: int, nodes: int, *, coupling: bool = True) -> None:
         """`coupling`: above temperature 0, rank by the noise of the target's draws as well."""
-        self.steps, self.shared, self.coupling = steps, shared, coupling
+        self.steps, self.coupling = steps, coupling
         self.drafts = nodes - 1  # the most nodes of a trie, which leaves the root out
         self._readers: dict[int, _Reader] = {}
 
     def forget(self, req_pool_index: int) -> None:
-        reader = self._readers.pop(req_pool_index, None)
-        if reader is not None:
-            self._share(reader, 1, _PER_CYCLE)
+        self._readers.pop(req_pool_index, None)
 
     def read(self, scheduled: Sequence[Decode | Chunk], limit: int = _PER_CYCLE) -> None:
-        """Read on in the requests' texts, and share on, `limit` tokens in all."""
-        unread = unshared = limit
+        """Read on in the requests' texts, `limit` tokens in all."""
         for request in scheduled:
-            reader = self._reader(request)
-            unread -= self._read(reader, unread)
-            unshared -= self._share(reader, _PIECE, unshared)
+            limit -= self._read(self._reader(request), limit)
 
     def read_prompts(self, chunks: Sequence[Chunk]) -> None:
         """Read on while prompts are prefilled: the target's forward takes longer than reading as many tokens."""
@@ -83,20 +74,19 @@ class NgramTries:
         self._read(reader, _GROWTH)
         tail = None if reader.end == len(decode.all_tokens) else decode.all_tokens[-LONGEST:]
         coupled = coupled_estimates(decode) if self.coupling else None
-        private = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
-        if self.shared is None or not reader.shares_text:
-            return private
-        self._share(reader, _PIECE, _GROWTH)
-        if self.is_certain(private):
-            return private
-        shared = self._allowed(self.shared.continuations(decode.all_tokens, self._wanted(decode), coupled), decode)
-        return blended(private, shared, self.drafts)
+        matcher = decode.grammar_matcher
+        if matcher is None:
+            return reader.automaton.continuations(self.drafts, tail, coupled)
+        wanted = _SPARE * self.drafts  # since the grammar may refuse some
+        return _allowed_nodes(
+            reader.automaton.continuations(wanted, tail, coupled), decode.all_tokens, matcher, self.drafts
+        )
 
     def _reader(self, scheduled: Decode | Chunk) -> _Reader:
         tokens, reader = scheduled.all_tokens, self._readers.get(scheduled.req_pool_index)
         # A request's list only grows. Another list belongs to another request, whatever it holds.
         if reader is None or reader.tokens is not tokens or len(tokens) < reader.end:
-            reader = _Reader(tokens, SuffixAutomaton(self.steps), scheduled.shares_text)
+            reader = _Reader(tokens, SuffixAutomaton(self.steps))
             self._readers[scheduled.req_pool_index] = reader
         if len(tokens) - reader.start > _MOST:
             reader.start, reader.automaton = len(tokens) - _MOST // 2, SuffixAutomaton(self.steps)
@@ -109,28 +99,6 @@ class NgramTries:
         reader.automaton.extend(tokens)
         return len(tokens)
 
-    def _wanted(self, decode: Decode) -> int:
-        """How many nodes to ask for, since a grammar may refuse some."""
-        return self.drafts if decode.grammar_matcher is None else _SPARE * self.drafts
-
-    def _allowed(self, trie: Trie, decode: Decode) -> Trie:
-        """The best `drafts` nodes, restricted to tokens that the request's grammar allows."""
-        if decode.grammar_matcher is None:
-            return trie
-        return _allowed_nodes(trie, decode.all_tokens, decode.grammar_matcher, self.drafts)
-
-    def _share(self, reader: _Reader, least: int, most: int) -> int:
-        """Share at most `most` new tokens of a text, if there are at least `least`. Returns how many were shared.
-
-        A long prompt is not shared to its end if its request ends soon.
-        """
-        count = min(len(reader.tokens) - reader.shared, most)
-        if self.shared is None or not reader.shares_text or count < least:
-            return 0
-        start, reader.shared = max(reader.shared - LONGEST, 0), reader.shared + count
-        self.shared.add(reader.tokens[start : reader.shared], known=reader.shared - count - start)
-        return count
-
 
 class NgramDrafter:
     """A trie per request, padded to `drafts`. A request without a match drafts nothing."""
@@ -139,7 +107,7 @@ class NgramDrafter:
     widest = 1
 
     def __init__(self, tries: NgramTries) -> None:
-        self.tries = tries
+        self.tries, self.steps = tries, tries.steps
 
     def forget(self, req_pool_index: int) -> None:
         self.tries.forget(req_pool_index)
@@ -154,7 +122,7 @@ class NgramDrafter:
         self.tries.read(batch.decodes)
         tries = [self.tries.trie_of(decode) for decode in batch.decodes]
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
-        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.steps)
+        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.steps)
 
     def forwards(self, steps: int) -> int:
         return 0
@@ -162,7 +130,7 @@ class NgramDrafter:
 
 def _allowed_nodes(trie: Trie, tokens: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:
     """The first `count` nodes of a trie that the grammar allows after `tokens`."""
-    kept = Trie([], [], [], trie.context)
+    kept = Trie([], [], [])
     numbers = [0]  # of each trie node among the kept ones, -1: refused
     paths: list[tuple[int, ...]] = [()]  # of the kept nodes
     for token, parent, estimate in zip(trie.tokens, trie.parents, trie.estimates, strict=True):

@@ -29,14 +29,12 @@ _NEGLIGIBLE = 0.05  # contexts below this weight are skipped
 class Trie:
     """Nodes 1, 2, ... in order of falling path estimate, parents first. The root is 0 and is not listed.
 
-    `estimates`: chance of acceptance, given that the parent is accepted. `context`: length of the match, the number of
-    last tokens of the text that occurred before.
+    `estimates`: chance of acceptance, given that the parent is accepted.
     """
 
     tokens: list[int]
     parents: list[int]
     estimates: list[float]
-    context: int = 0
 
     @property
     def expected(self) -> float:
@@ -109,7 +107,7 @@ class SuffixAutomaton:
         """
         heap: list[tuple[float, int, int, int, float, int, int, int]] = []
         state, length = self.match() if tail is None else self.match_of(tail)
-        trie = Trie([], [], [], length)
+        trie = Trie([], [], [])
         node = depth = pushed = 0
         chance = 1.0
         ends = self._suffixes()
