@@ -18,7 +18,6 @@ from torch import Tensor
 
 Choices = tuple[tuple[int, ...], ...]
 
-TOKEN_TREE = "--speculative-token-tree"  # the option of EAGLE heads
 _SHOWN = 60  # error texts show this many characters of a wrong value
 _MOST_NODES = 1023  # limited because a tree is verified in one forward
 
@@ -74,16 +73,15 @@ def published_choices(name: str) -> Choices:
 
 
 PRESETS: dict[str, Choices] = {name: published_choices(name) for name in _PUBLISHED}
-DEFAULT = "mc_sim_7b_63"
 
 
-def read_choices(text: str | None, option: str) -> Choices:
-    """The tree that the option's text describes; None: the default one.
+def read_choices(text: str, option: str) -> Choices:
+    """The tree that the option's text describes.
 
     Raises:
         ValueError: not a tree; the message names the option, and the file if there is one.
     """
-    text = (text or DEFAULT).strip()
+    text = text.strip()
     path = _path_in(text)
     try:
         return parse_choices(text if path is None else path.read_text(encoding="utf-8"))

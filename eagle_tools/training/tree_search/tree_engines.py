@@ -11,7 +11,6 @@ from eagle_server.config.commands import without_drafting
 from eagle_server.engine.assembly.from_config import LoadedModels, engine_over, load_models
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
-from eagle_server.speculation.static_tree import TOKEN_TREE
 from eagle_tools.training.tree_search.growth import Accuracies, Choice, wide_tree
 from eagle_tools.tree.record import DraftedTree, recorded
 
@@ -58,9 +57,9 @@ class TreeEngines:
     def option(self) -> str | None:
         """The server's option for a static tree of this drafter; None if it makes its own trees."""
         row = ALGORITHMS.get(self.algorithm)
-        if row is None or (row.tree_option is None and row.static_drafter is None):
+        if row is None or row.static_tree is None:
             return None
-        return TOKEN_TREE if row.tree_option is None else row.tree_flag
+        return row.static_tree.flag
 
     def make(self, *flags: str) -> Engine:
         """An engine with these trees, for a batch of the task's requests."""

@@ -87,7 +87,7 @@ def test_trees_that_the_heads_cannot_draft_are_refused(files: TinyPair, flags: l
 
 
 def test_choices_for_another_draft_are_refused(files: TinyPair) -> None:
-    with pytest.raises(ConfigError, match="the draft's files hold no Medusa heads"):
+    with pytest.raises(ConfigError, match="--medusa-choices is for Medusa heads, but the draft's files hold an EAGLE"):
         build(files, "--medusa-choices", "zephyr_stage2", draft=files.target.parent / "eagle")
 
 

@@ -12,7 +12,7 @@ from eagle_server.config import parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.speculation.static_tree import TOKEN_TREE, read_choices
+from eagle_server.speculation.static_tree import read_choices
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.__main__ import main as train
 from eagle_tools.training.tiny import TinyPair, tiny_medusa, tiny_pair
@@ -176,7 +176,7 @@ def test_a_file_that_holds_no_tree_is_named(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=f"--speculative-token-tree .*{message}"):
-        read_choices(str(path), TOKEN_TREE)
+        read_choices(str(path), "--speculative-token-tree")
 
 
 def test_the_training_mentions_the_search(capsys):

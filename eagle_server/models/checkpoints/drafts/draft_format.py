@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError
+from eagle_server.models.config_json import read_config
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class DraftFiles:
     tensors: Weights
     overrides: Mapping[str, Any] = field(default_factory=dict)
     is_target: bool = False
+
+    @property
+    def required_config(self) -> Mapping[str, Any]:
+        """`config`. Raises CheckpointError if there is no config.json."""
+        return self.config or read_config(self.directory)
 
     @property
     def config_source(self) -> str:
@@ -117,9 +123,9 @@ def flatten(files: DraftFiles) -> dict[str, Any]:
     """config.json as one flat object. Outer keys replace those of a nested layer config; overrides replace both.
 
     Raises:
-        CheckpointError: the nested layer config is missing, or eagle_config is no object.
+        CheckpointError: config.json or the nested layer config is missing, or eagle_config is no object.
     """
-    raw, overrides = dict(files.config), files.overrides
+    raw, overrides = dict(files.required_config), files.overrides
     if not isinstance(raw.get("eagle_config") or {}, Mapping):
         raise CheckpointError(f"{files.config_source}: eagle_config: an object is expected")
     nested_key = None

@@ -40,7 +40,7 @@ def assistant_config(files: DraftFiles, target: ModelConfig) -> AssistantConfig:
     Raises:
         CheckpointError: sizes are missing, or they are not the target's.
     """
-    raw, source = {**files.config, **files.overrides}, files.config_source
+    raw, source = {**files.required_config, **files.overrides}, files.config_source
     text: dict[str, Any] = {**(raw.get("text_config") or {}), "model_type": "gemma4_text", "num_kv_shared_layers": 0}
     text.pop("architectures", None)
     assistant = read_target_config({"hidden_size_per_layer_input": 0, **text}, f"{source}: text_config")

@@ -18,7 +18,7 @@ from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.interface import DraftedTarget
 
-_PREFIXES = (ALGORITHMS["MEDUSA"].prefix, "medusa_lm_head.")
+_PREFIXES = (*ALGORITHMS["MEDUSA"].prefixes, "medusa_lm_head.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _TENSOR = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
 _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
