@@ -21,14 +21,19 @@ class DraftFiles:
     config: the content of config.json; {} if there is none.
     tensors: by their canonical names.
     overrides: the user's replacements for keys of config.json.
-    is_target: these are the target's own files.
+    target: the target's files, if they are known.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Weights
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    is_target: bool = False
+    target: Path | None = None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether these are the target's own files."""
+        return self.target is not None and self.directory.resolve() == self.target.resolve()
 
     @property
     def required_config(self) -> Mapping[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Protocol, TypeVar
 
@@ -11,31 +10,16 @@ import torch
 
 from eagle_server.algorithms import Algorithm
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, canonical_name
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import HasWeightViews
 from eagle_server.models.checkpoints.weights import copy_weights
 from eagle_server.models.drafts.interface import DraftModel, HeadConfig, TargetWeights
 from eagle_server.models.layers import Linear
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.interface import DraftedTarget
-from eagle_server.ops.quantize import Quantization
 
 Head = TypeVar("Head", bound=HasWeightViews)
 Config = TypeVar("Config", bound=HeadConfig)
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How a draft is loaded. The RoPE table has context + lookahead positions, for any max_position_embeddings."""
-
-    context: int
-    lookahead: int = 0
-    progress: bool = True
-    quantization: Quantization | None = None
-    target_path: str | Path | None = None
-
-    @property
-    def positions(self) -> int:
-        return self.context + self.lookahead
 
 
 class DraftFormat(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from eagle_server.models.checkpoints.drafts.aux_layers import aux_boundaries
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, as_loaded, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, filled, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     check_vocabulary,
     draft_vocabulary,
@@ -16,6 +16,7 @@ from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     without_copies,
 )
 from eagle_server.models.checkpoints.drafts.eagle_files import bias, layer_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head, FeatureNorm
 from eagle_server.models.targets.interface import DraftedTarget

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import filled, shared_weights
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError, KVPlace, ModelConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.drafts.gemma4_assistant import AssistantConfig, Gemma4Assistant

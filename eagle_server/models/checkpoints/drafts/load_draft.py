@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eagle_server.algorithms import ALGORITHMS, Algorithm
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, clean_names
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, format_of
+from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import load_token_map
 from eagle_server.models.checkpoints.drafts.other_formats import unsupported_format
 from eagle_server.models.checkpoints.load_target import created_as
+from eagle_server.models.checkpoints.loading import DEFAULT_LOADING, Loading
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.weights import open_weights, resolve_checkpoint
 from eagle_server.models.checkpoints.whole_vocabulary import WholeVocabulary
@@ -24,25 +26,20 @@ from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.interface import DraftedTarget, Target
-from eagle_server.ops.quantize import Quantization
 
 _CONFIG = "config.json"
 log = logging.getLogger(__name__)
 
 
-def load_draft(  # noqa: PLR0913
+def load_draft(
     path: str | Path,
     target: Target,
+    how: Loading = DEFAULT_LOADING,
     *,
-    context: int,
-    lookahead: int = 0,
     algorithm: str | None = None,
     token_map: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     target_path: str | Path | None = None,
-    progress: bool = True,
-    pack: bool = True,
-    quantization: Quantization | None = None,
 ) -> DraftModel:
     """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
@@ -50,26 +47,25 @@ def load_draft(  # noqa: PLR0913
 
     Args:
         path: may be `target_path`, if the target's files hold the draft.
-        context, lookahead: the RoPE table has context + lookahead positions, for any max_position_embeddings.
         algorithm: a name in `ALGORITHMS`; None accepts any head.
         token_map: an FR-Spec file.
         overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
-        pack: packs the linear layers. False keeps the plain weights, for training.
-        quantization: rounds them, too.
 
     Raises:
         CheckpointError: the format is unknown or not `algorithm`, or tensors are missing, unexpected or for another
             target.
     """
     files = draft_files(path, target_path, overrides)
-    how = Loading(context, lookahead, progress, quantization, target_path)
+    how = replace(how, context=how.context or target.config.max_position)
     row = _asked_for(files, algorithm)
     if row.is_model:
         return format_of(row).load(files, target, how)
     drafted_for: DraftedTarget = target
     if target.config.split is not None:
         assert target_path is not None, "a split target is read again, whole"
-        drafted_for = WholeVocabulary(target.config, resolve_checkpoint(target_path), target.embed.device, quantization)
+        drafted_for = WholeVocabulary(
+            target.config, resolve_checkpoint(target_path), target.embed.device, how.quantization
+        )
     with created_as(target.embed.dtype, target.embed.device):
         head = format_of(row).load(files, drafted_for, how)
         if token_map is not None and head.takes_token_map:
@@ -77,8 +73,8 @@ def load_draft(  # noqa: PLR0913
         elif token_map is not None:
             log.warning("%s: ignored, as %s has its own vocabulary", token_map, row.holds)
     head.requires_grad_(requires_grad=False).eval()
-    if pack:
-        pack_linears(head, quantization)
+    if how.pack:
+        pack_linears(head, how.quantization)
     return head
 
 
@@ -86,11 +82,10 @@ def draft_files(
     path: str | Path, target_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> DraftFiles:
     """The files of a directory or Hub id. No tensor is read."""
-    directory = resolve_checkpoint(path)
+    directory, target = resolve_checkpoint(path), None if target_path is None else resolve_checkpoint(target_path)
     raw = read_config(directory) if (directory / _CONFIG).is_file() else {}
-    is_target = target_path is not None and directory.resolve() == resolve_checkpoint(target_path).resolve()
     stored = with_dequantized(open_weights(directory), raw, str(directory / _CONFIG))
-    return DraftFiles(directory, raw, clean_names(stored, directory), overrides or {}, is_target)
+    return DraftFiles(directory, raw, clean_names(stored, directory), overrides or {}, target)
 
 
 def detect(files: DraftFiles) -> Algorithm:

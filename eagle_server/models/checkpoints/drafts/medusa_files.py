@@ -12,7 +12,8 @@ import re
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import shared_weights
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import Weights, copy_weights
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
