@@ -10,12 +10,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 NONE, NGRAM = "NONE", "NGRAM"
-TOKEN_TREE = "--speculative-token-tree"  # the option of EAGLE and MTP heads
 _FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
 _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_eagle:StaticEagleDrafter"
 
 _OTHER_TARGET = "a draft for another target or another chat template"
 _OVERRIDE = ". The log's first lines say how it is read, and --speculative-draft-config-override changes it"
+
+
+@dataclass(frozen=True)
+class StaticTreeOption:
+    """An option that lists the nodes of a static tree.
+
+    Drafters whose option has a default draft static trees alone, also together with n-grams. Others draft the tree of
+    the option if it is given, and otherwise trees that grow by scores.
+    """
+
+    field: str  # of the options of drafting
+    flag: str
+    takers: str  # the heads that take it, for messages
+    default: str | None = None
+
+    def excludes(self, *, ngrams: bool) -> tuple[str, ...]:
+        """The options that have no effect beside its tree. With n-grams, num_draft_tokens counts the nodes of both."""
+        return ("num_steps", "eagle_topk") if ngrams else ("num_steps", "eagle_topk", "num_draft_tokens")
+
+
+_MEDUSA_CHOICES = StaticTreeOption("medusa_choices", "--medusa-choices", "Medusa heads", default="mc_sim_7b_63")
+TOKEN_TREE = StaticTreeOption("token_tree", "--speculative-token-tree", "EAGLE and MTP heads")
+STATIC_TREE_OPTIONS = (_MEDUSA_CHOICES, TOKEN_TREE)
 
 
 @dataclass(frozen=True)
@@ -27,26 +49,33 @@ class Algorithm:
     files: str  # the module that reads them, see `DraftFormat`
     drafter: str  # the class that drafts, made from the model and a `DrafterSetup`
     silent_causes: str  # why almost nothing of it may be accepted without an error, for a warning
-    static_drafter: str | None = None  # the same for --speculative-token-tree; None: that option is refused
-    tree_option: str | None = None  # the option that gives its static tree; then it has no steps and topk
-    refuses: tuple[str, ...] = ()  # options that have no effect on it
+    static_tree: StaticTreeOption | None = None  # None: its trees always grow
+    static_drafter: str | None = None  # the class that drafts static trees, if it is another than `drafter`
+    speculators: tuple[str, ...] = ()  # values of `speculators_model_type` in files of the library speculators
     stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
-    prefix: str = ""  # begins the names of its tensors in the target's own files
-    needs_config: bool = True  # its files must include a config.json
+    prefixes: tuple[str, ...] = ()  # begin the names of its tensors in the target's own files
     is_model: bool = False  # a language model of its own, no head over the target's features
     has_kv: bool = True
-    reads_target_kv: bool = False  # it attends to the target's KV
     demo: str = "eagle3"  # the directory of the demo's draft for it
 
     @property
-    def tree_flag(self) -> str:
-        """The flag of `tree_option`."""
-        return f"--{self.tree_option}".replace("_", "-")
+    def own_tree(self) -> StaticTreeOption | None:
+        """The option that alone gives its trees; None: they grow, if no option lists one."""
+        return None if self.static_tree is None or self.static_tree.default is None else self.static_tree
 
     @property
     def trees_follow(self) -> str:
-        """Why the options of dynamic trees are refused."""
-        return f"{self.name}'s trees follow from {self.tree_flag} alone"
+        """Why the options of growing trees are refused."""
+        return "" if self.static_tree is None else f"{self.name}'s trees follow from {self.static_tree.flag} alone"
+
+    @property
+    def refuses(self) -> tuple[str, ...]:
+        """Options that have no effect on it: a language model has the target's vocabulary, and is read like one."""
+        return ("token_map", "draft_config_override") if self.is_model else ()
+
+    def drafts(self, option: StaticTreeOption, *, ngrams: bool) -> bool:
+        """Whether it drafts the trees of this option, together with n-grams or alone."""
+        return option == (self.own_tree if ngrams else self.static_tree)
 
 
 # In the order in which files are tried: heads often carry the class name of a language model.
@@ -57,10 +86,9 @@ _ROWS = (
         files=f"{_FILES}.medusa_files",
         drafter=f"{_DRAFTERS}.medusa:MedusaDrafter",
         silent_causes=_OTHER_TARGET,
-        tree_option="medusa_choices",
+        static_tree=_MEDUSA_CHOICES,
         stored="both",
-        prefix="medusa_head.",
-        needs_config=False,
+        prefixes=("medusa_head.",),
         has_kv=False,
         demo="medusa",
     ),
@@ -79,8 +107,10 @@ _ROWS = (
         files=f"{_FILES}.mtp_files",
         drafter=_EAGLE,
         silent_causes=f"another RoPE, MTP layers that were not trained, or {_OTHER_TARGET}",
+        static_tree=TOKEN_TREE,
         static_drafter=_STATIC_EAGLE,
         stored="in the target",
+        prefixes=("mtp.", "model.mtp.", "model.mtp_layers."),
     ),
     Algorithm(
         "FROZEN_KV_MTP",
@@ -89,7 +119,6 @@ _ROWS = (
         drafter=f"{_DRAFTERS}.frozen_kv:FrozenKVDrafter",
         silent_causes=f"another RoPE, or {_OTHER_TARGET}",
         has_kv=False,
-        reads_target_kv=True,
     ),
     Algorithm(
         "DFLASH",
@@ -98,6 +127,7 @@ _ROWS = (
         drafter=f"{_DRAFTERS}.block:BlockDrafter",
         silent_causes="another layout (sample_from_anchor), other aux layers (target_layer_ids), another window or "
         f"causality (sliding_window, is_causal), another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
+        speculators=("dflash", "dflash2", "dspark"),
         demo="block",
     ),
     Algorithm(
@@ -107,6 +137,7 @@ _ROWS = (
         drafter=f"{_DRAFTERS}.peagle:PEagleDrafter",
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
         f"another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
+        speculators=("peagle",),
     ),
     Algorithm(
         "EAGLE3",
@@ -115,7 +146,9 @@ _ROWS = (
         drafter=_EAGLE,
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
         f"another vocabulary map (d2t), another RoPE, or {_OTHER_TARGET}{_OVERRIDE}",
+        static_tree=TOKEN_TREE,
         static_drafter=_STATIC_EAGLE,
+        speculators=("eagle3",),
     ),
     Algorithm(
         "EAGLE",
@@ -123,6 +156,7 @@ _ROWS = (
         files=f"{_FILES}.eagle_files",
         drafter=_EAGLE,
         silent_causes=f"another vocabulary map (--speculative-token-map), another RoPE, or {_OTHER_TARGET}{_OVERRIDE}",
+        static_tree=TOKEN_TREE,
         static_drafter=_STATIC_EAGLE,
     ),
     Algorithm(
@@ -131,7 +165,6 @@ _ROWS = (
         files=f"{_FILES}.standalone_files",
         drafter=f"{_DRAFTERS}.standalone:StandaloneDrafter",
         silent_causes="a model with other token ids, or trained on texts in another chat template",
-        refuses=("token_map", "draft_config_override"),
         is_model=True,
     ),
 )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+from eagle_server.algorithms import ALGORITHMS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "eagle_server"
 TOOLS = ROOT / "eagle_tools"
@@ -91,6 +93,19 @@ READ_SIZES = {  # functions that read sizes from the device, and why that costs 
         "_as_chains": "called by `compacted`",
     },
     "attention.spec_info": {"draft_decode_arguments": "only without a buffer, which serving always gives"},
+}
+SECOND_FILES = {  # of the head of this name in the table, beside those that the table leads to
+    "models.drafts.block_edges": "DFLASH",
+    "models.checkpoints.drafts.block_edge_files": "DFLASH",
+}
+BUILT_ON = {  # heads whose modules use those of another head, and why
+    "PEAGLE": {"EAGLE3": "an EAGLE-3 head with mask slots"},
+    "EAGLE3": {"EAGLE": "the files have the same layers"},
+    "DFLASH": {"EAGLE": "the files have the same layers"},
+}
+NAMES_HEADS = {  # modules that name heads beside the table, and why
+    "algorithms": "the table",
+    "config.speculative": "the help of --speculative-algorithm",
 }
 ON_CPUS = PACKAGE / "ops" / "grouped.py"  # its twin loops over groups
 
@@ -268,6 +283,101 @@ def test_no_function_takes_more_than_eight_arguments(path):
             arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
             assert count <= MOST_ARGUMENTS, f"{at(path, node)}: {node.name} takes {count} arguments"
+
+
+@cache
+def modules_of_heads() -> dict[str, set[str]]:
+    """By name in the table: modules of the head, its files and its drafter. A drafter of several heads is nobody's."""
+    found: dict[str, set[str]] = {
+        row: {module for module, head in SECOND_FILES.items() if head == row} for row in ALGORITHMS
+    }
+    drafters = [row.drafter for row in ALGORITHMS.values()]
+    for row in ALGORITHMS.values():
+        own = [row.files, *([row.drafter.partition(":")[0]] if drafters.count(row.drafter) == 1 else [])]
+        found[row.name] |= {module.removeprefix("eagle_server.") for module in own}
+    for path in MODULES:
+        if is_in(name(path), "models.drafts"):
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "algorithm":
+                    found[ast.literal_eval(node.value)].add(name(path))
+    return found
+
+
+@cache
+def marks_of_heads() -> dict[str, set[str]]:
+    """By name in the table: the names of its modules and of the classes in them."""
+    paths = {name(path): path for path in MODULES}
+    return {
+        head: modules
+        | {node.name for module in modules for node in tree(paths[module]).body if isinstance(node, ast.ClassDef)}
+        for head, modules in modules_of_heads().items()
+    }
+
+
+def named_heads(parsed: ast.Module) -> dict[str, str]:
+    """The heads that a module names, each with what it wrote: an import, a class, or its name inside a string."""
+    written = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
+    written |= {node.attr for node in ast.walk(parsed) if isinstance(node, ast.Attribute)}
+    texts = "\n".join(strings(parsed))
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.ImportFrom):
+            written |= {f"{node.module}".removeprefix("eagle_server.")} | {alias.name for alias in node.names}
+            written |= {f"{node.module}.{alias.name}".removeprefix("eagle_server.") for alias in node.names}
+        elif isinstance(node, ast.Import):
+            written |= {alias.name.removeprefix("eagle_server.") for alias in node.names}
+    found = {}
+    for head, marks in marks_of_heads().items():
+        in_texts = [mark for mark in (head, *marks) if re.search(rf"(?<![\w-]){re.escape(mark)}(?![\w-])", texts)]
+        if hits := sorted(marks & written) + in_texts:
+            found[head] = hits[0]
+    return found
+
+
+def strings(parsed: ast.Module) -> Iterator[str]:
+    """All strings but docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {
+        id(node.body[0].value) for node in ast.walk(parsed) if isinstance(node, documented) and ast.get_docstring(node)
+    }
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+@each_module
+def test_only_its_own_modules_and_the_table_name_a_head(path):
+    """What all heads need to know of one stands in its row, see docs/design/drafters.md. The tools may name heads."""
+    if is_in(name(path), "tools", *NAMES_HEADS):
+        return
+    own = {head for head, modules in modules_of_heads().items() if name(path) in modules}
+    allowed = own | {other for head in own for other in BUILT_ON.get(head, {})}
+    named = {head: written for head, written in named_heads(tree(path)).items() if head not in allowed}
+    assert not named, f"names {named}: put what differs into its row, or into the interface of all"
+
+
+def test_a_head_that_is_named_elsewhere_is_found():
+    for planted in (
+        "from eagle_server.models.drafts.medusa import MedusaHeads",
+        "from eagle_server.models.checkpoints.drafts import medusa_files",
+        "import eagle_server.worker.drafters.medusa",
+        "def f(draft): return isinstance(draft, drafts.MedusaHeads)",
+        "def f(row): return row.name == 'MEDUSA'",
+        "drafter = 'eagle_server.worker.drafters.medusa:MedusaDrafter'",
+        "def f(name): raise ValueError(f'{name} is not for MEDUSA')",
+    ):
+        assert set(named_heads(ast.parse(planted))) == {"MEDUSA"}, planted
+    assert not named_heads(
+        ast.parse('"""As MEDUSA does."""\nfrom eagle_server.models.drafts.interface import DraftModel')
+    )
+
+
+def test_every_reason_to_name_a_head_is_needed():
+    paths = {name(path): path for path in MODULES}
+    modules = modules_of_heads()
+    assert all(named_heads(tree(paths[module])) for module in NAMES_HEADS)
+    for head, others in BUILT_ON.items():
+        named = set[str]().union(*(named_heads(tree(paths[module])) for module in modules[head]))
+        assert named == {head, *others}, head
 
 
 @each_module

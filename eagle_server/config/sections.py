@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from eagle_server.algorithms import NGRAM, NONE
+from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE, UNNAMED
 from eagle_server.config.base import (
     ConfigError,
     Count,
@@ -26,7 +26,7 @@ from eagle_server.config.speculative import SpeculativeSection
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_TARGET = _DEMO / "target"
-DEMO_DRAFT = _DEMO / "eagle3"
+DEMO_DRAFT = _DEMO / UNNAMED.demo
 
 
 class ModelSection(Section):
@@ -293,4 +293,8 @@ class Config(BaseModel):
             raise ConfigError(f"{flags[0]} has no effect with --speculative-algorithm NONE: drop one of them")
         if algorithm != NONE and (algorithm or flags):
             needy = f"--speculative-algorithm {algorithm}" if algorithm else flags[0]
-            raise ConfigError(f"{needy} needs --speculative-draft-model-path, or a target with an MTP layer and NEXTN")
+            inside = next(row for row in ALGORITHMS.values() if row.stored == "in the target")
+            raise ConfigError(
+                f"{needy} needs --speculative-draft-model-path, or a target with {inside.holds} and "
+                f"--speculative-algorithm {inside.name}"
+            )

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, TOKEN_TREE, UNNAMED, Algorithm
+from eagle_server.algorithms import (
+    ALGORITHMS,
+    ALIASES,
+    NAMES,
+    NGRAM,
+    NONE,
+    STATIC_TREE_OPTIONS,
+    UNNAMED,
+    Algorithm,
+    StaticTreeOption,
+)
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
@@ -132,6 +142,13 @@ class SpeculativeSection(Section):
         return ALGORITHMS.get(self.head_algorithm or "", UNNAMED)
 
     @property
+    def static_trees(self) -> set[StaticTreeOption]:
+        """The options whose trees may be drafted, as far as the algorithm says what the files hold."""
+        asked = self.head_algorithm or self.algorithm
+        rows = (row for row in ALGORITHMS.values() if asked in (None, row.name))
+        return {row.static_tree for row in rows if row.static_tree is not None}
+
+    @property
     def couples(self) -> bool:
         """Whether drafters also rank by the noise of the target's draws."""
         return self.coupling != "off" and self.acceptance == "lossless"
@@ -152,14 +169,9 @@ class SpeculativeSection(Section):
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
         self.given_tree_options()
-        for row in ALGORITHMS.values():
-            is_set = row.tree_option is not None and getattr(self, row.tree_option) is not None
-            if is_set and (self.head_algorithm or self.algorithm) not in (None, NONE, row.name):
-                raise ConfigError(
-                    f"{row.tree_flag} has no effect with --speculative-algorithm {self.algorithm}: drop one"
-                )
-        if self.token_tree is not None:
-            self._token_tree_stands_alone()
+        for option in STATIC_TREE_OPTIONS:
+            if self.lists(option):
+                self._check_static_tree(option)
         is_lossless = self.acceptance == "lossless"
         for field, needed, is_met in (
             ("coupling", "--acceptance lossless", is_lossless),
@@ -171,14 +183,21 @@ class SpeculativeSection(Section):
                 raise ConfigError(f"{_flag(field)} needs {needed}")
         return self
 
-    def _token_tree_stands_alone(self) -> None:
-        takes_it = self.drafts.static_drafter is not None and not self.drafts_ngrams
-        if self.algorithm not in (None, NONE) and not takes_it:
-            flag = f"--speculative-algorithm {self.algorithm}"
-            raise ConfigError(f"{TOKEN_TREE} has no effect with {flag}: drop one of them")
-        for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
+    def lists(self, option: StaticTreeOption) -> bool:
+        """Whether a static tree is given by this option."""
+        return getattr(self, option.field) is not None
+
+    def _check_static_tree(self, option: StaticTreeOption) -> None:
+        """The option stands alone, with an algorithm that takes it."""
+        if self.algorithm not in (None, NONE) and not self.drafts.drafts(option, ngrams=self.drafts_ngrams):
+            algorithm = f"--speculative-algorithm {self.algorithm}"
+            raise ConfigError(f"{option.flag} has no effect with {algorithm}: drop one of them")
+        self._refuse_beside(option, f"the tree is that of {option.flag}; drop one of them")
+
+    def _refuse_beside(self, option: StaticTreeOption, reason: str) -> None:
+        for field in option.excludes(ngrams=self.drafts_ngrams):
             if getattr(self, field) is not None:
-                raise ConfigError(f"{_flag(field)}: the tree is that of {TOKEN_TREE}; drop one of them")
+                raise ConfigError(f"{_flag(field)}: {reason}")
 
     @property
     def shapes_tree(self) -> bool:
@@ -194,7 +213,7 @@ class SpeculativeSection(Section):
         base = automatic(architecture, is_model=self.drafts.is_model, ngrams=self.drafts_ngrams)
         if (whole := self.given_tree_options()) is not None:
             return whole
-        if self.drafts.tree_option is not None or not self.shapes_tree:
+        if self.drafts.own_tree is not None or not self.shapes_tree:
             return base
         return completed(base, self.num_steps, self.eagle_topk, self.num_draft_tokens)
 
@@ -205,8 +224,9 @@ class SpeculativeSection(Section):
             ConfigError: options contradict each other.
         """
         steps, topk, row = self.num_steps, self.eagle_topk, self.drafts
-        if row.tree_option is not None:
-            self._refuse_tree_parameters(row)
+        if row.own_tree is not None:
+            self._refuse_beside(row.own_tree, f"{row.trees_follow}; drop it")
+            refuse_root_alone(self.num_draft_tokens)
             return None
         if self.algorithm == NGRAM:
             self._refuse("draft_model_path", "eagle_topk", "token_map", "draft_config_override")
@@ -224,14 +244,6 @@ class SpeculativeSection(Section):
             if getattr(self, field) is not None:
                 algorithm = f"--speculative-algorithm {self.algorithm}"
                 raise ConfigError(f"{_flag(field)} has no effect with {algorithm}: drop one of them")
-
-    def _refuse_tree_parameters(self, row: Algorithm) -> None:
-        """Static trees take none of these options, except num_draft_tokens together with n-grams."""
-        shaping = ("num_steps", "eagle_topk") if self.drafts_ngrams else ("num_steps", "eagle_topk", "num_draft_tokens")
-        for field in shaping:
-            if getattr(self, field) is not None:
-                raise ConfigError(f"{_flag(field)}: {row.trees_follow}; drop it")
-        refuse_root_alone(self.num_draft_tokens)
 
 
 def _flag(field: str) -> str:

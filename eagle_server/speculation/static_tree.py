@@ -73,16 +73,15 @@ def published_choices(name: str) -> Choices:
 
 
 PRESETS: dict[str, Choices] = {name: published_choices(name) for name in _PUBLISHED}
-DEFAULT = "mc_sim_7b_63"
 
 
-def read_choices(text: str | None, option: str) -> Choices:
-    """The tree that the option's text describes; None: the default one.
+def read_choices(text: str, option: str) -> Choices:
+    """The tree that the option's text describes.
 
     Raises:
         ValueError: not a tree; the message names the option, and the file if there is one.
     """
-    text = (text or DEFAULT).strip()
+    text = text.strip()
     path = _path_in(text)
     try:
         return parse_choices(text if path is None else path.read_text(encoding="utf-8"))

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import created_as, load_family_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import HasWeightViews, save_checkpoint
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
@@ -155,8 +156,8 @@ def pad_demo(
 
 def load_demo(context: int) -> tuple[TargetModel, Eagle3Head]:
     """The embedded demo without padding, in float32 on the CPU."""
-    target = load_family_target(DEMO / "target", dtype="float32", context=context, progress=False)
-    head = load_draft(DEMO / "eagle3", target, context=context, progress=False)
+    target = load_family_target(DEMO / "target", Loading(context=context, progress=False), dtype="float32")
+    head = load_draft(DEMO / "eagle3", target, Loading(context=context, progress=False))
     assert isinstance(head, Eagle3Head)
     target.aux_boundaries = head.aux_boundaries
     return target, head

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from eagle_server.models.checkpoints.load_target import load_family_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_tools.training.block import NewBlock
 from eagle_tools.training.corpus import END_OF_TEXT, standard_library_files
@@ -93,7 +94,7 @@ def export_demo_heads(work: Path, assets: Path) -> int:
 
 
 def _check_trained_for(target: Path, *heads: Path) -> None:
-    key = target_fingerprint(load_family_target(target, dtype="float32", progress=False, pack=False))
+    key = target_fingerprint(load_family_target(target, Loading(progress=False, pack=False), dtype="float32"))
     for head in heads:
         if json.loads((head / "training" / "recipe.json").read_text()).get("target") != key:
             raise ValueError(f"{head}: was trained for another target than {target}; train it again")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
@@ -91,7 +92,7 @@ def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
     """
     algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE" if kind == "eagle" else "EAGLE3"
     directory, context = resolve_checkpoint(path), target.rope.cos.shape[0]
-    head = load_draft(directory, target, context=context, algorithm=algorithm, progress=False, pack=False)
+    head = load_draft(directory, target, Loading(context=context, progress=False, pack=False), algorithm=algorithm)
     assert isinstance(head, Eagle3Head | EagleHead)
     if any(head.config.windows):
         raise ValueError(f"{path}: heads with sliding windows cannot be trained yet")

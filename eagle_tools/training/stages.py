@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from eagle_server.models.checkpoints.load_target import load_family_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.block import train_block
@@ -110,7 +111,7 @@ def _common(parsed: argparse.Namespace) -> dict[str, Any]:
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
     texts = text_files(parsed.data, parsed.out) if parsed.data else None
     directory = resolve_checkpoint(parsed.target)
-    target = load_family_target(directory, dtype="float32", device=_device(parsed.device), pack=False)
+    target = load_family_target(directory, Loading(pack=False), dtype="float32", device=_device(parsed.device))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
@@ -132,7 +133,7 @@ def _export(parsed: argparse.Namespace) -> None:
 
 def _demo(parsed: argparse.Namespace) -> None:
     _target(parsed)
-    target, corpus = load_family_target(parsed.work / "target", pack=False), _demo_corpus(parsed.work)
+    target, corpus = load_family_target(parsed.work / "target", Loading(pack=False)), _demo_corpus(parsed.work)
     recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
     first, *tuned = (parsed.work / part for part in DEMO_PARTS)
     _train_and_write(target, corpus, recipe, first)
@@ -155,7 +156,7 @@ def _demo_corpus(work: Path) -> Corpus:
 def _demo_heads(parsed: argparse.Namespace) -> None:
     """Train the demo's other heads for its target; Medusa and ReDrafter on the same texts."""
     directory = parsed.out / "target"
-    target = load_family_target(directory, dtype="float32", device="cpu", pack=False)
+    target = load_family_target(directory, Loading(pack=False), dtype="float32", device="cpu")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     corpus = standard_library(tokenizer, target.config.eos_token_ids[0], parsed.work / "corpus.npz")
     texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work, target_fingerprint(target))

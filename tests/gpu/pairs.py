@@ -16,6 +16,7 @@ from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import Request
@@ -75,8 +76,10 @@ def cast(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 def demo_pair(device: torch.device) -> Pair:
     """The demo's target and head in float32."""
-    target = load_target(DEMO / "target", dtype="float32", lookahead=64, device=device, progress=False)
-    draft = load_draft(DEMO / "eagle3", target, context=target.config.max_position, lookahead=64, progress=False)
+    target = load_target(DEMO / "target", Loading(lookahead=64, progress=False), dtype="float32", device=device)
+    draft = load_draft(
+        DEMO / "eagle3", target, Loading(context=target.config.max_position, lookahead=64, progress=False)
+    )
     return Pair(target, draft)
 
 

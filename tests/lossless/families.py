@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.transformers_config import TESTED
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
@@ -73,9 +74,8 @@ class Toy:
         return tokens_of(run(plain(self.target), self.requests))
 
     def load(self, **settings: Any) -> Any:
-        return load_target(
-            self.directory, dtype="float32", context=CONTEXT, lookahead=MARGIN, progress=False, **settings
-        )
+        how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False, **settings)
+        return load_target(self.directory, how, dtype="float32")
 
     @torch.inference_mode()
     def logits(self, target: Any) -> torch.Tensor:

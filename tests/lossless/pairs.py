@@ -18,6 +18,7 @@ from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
 from eagle_server.models.checkpoints.drafts.gemma4_assistant_files import assistant_config
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.gemma4_assistant import Gemma4Assistant
 from eagle_server.models.drafts.interface import TargetWeights
@@ -101,13 +102,13 @@ def eagle3_moe(directory: Path) -> Pair:
 
 def medusa(directory: Path) -> Pair:
     files, heads = tiny_pair(directory, kind="eagle", steps=0), directory / "heads"
-    tiny_medusa(load_target(files.target, dtype="float32", progress=False, pack=False), heads)
+    tiny_medusa(load_target(files.target, Loading(progress=False, pack=False), dtype="float32"), heads)
     return _loaded("MEDUSA", files.target, heads)
 
 
 def redrafter(directory: Path) -> Pair:
     files, draft = tiny_pair(directory, kind="eagle", steps=0), directory / "redrafter"
-    new = trained_redrafter(load_target(files.target, dtype="float32", progress=False, pack=False))
+    new = trained_redrafter(load_target(files.target, Loading(progress=False, pack=False), dtype="float32"))
     save_checkpoint(new.head, draft, new.config_json, torch.float32)
     return _loaded("REDRAFTER", files.target, draft)
 
@@ -144,7 +145,7 @@ def nextn_layers(directory: Path) -> Pair:
 def standalone(directory: Path) -> Pair:
     """A target, and in smaller/ a draft model with its first two layers, which often predicts the same token."""
     files, smaller = tiny_pair(directory, kind="eagle", steps=1), directory / "smaller"
-    whole = load_target(files.target, dtype="float32", progress=False, pack=False)
+    whole = load_target(files.target, Loading(progress=False, pack=False), dtype="float32")
     raw = json.loads((files.target / "config.json").read_text()) | {"num_hidden_layers": 2}
     part, theirs = TargetModel(read_target_config(raw), 8), dict(whole.weight_views())
     with torch.no_grad():
@@ -163,7 +164,7 @@ def frozen_kv(directory: Path) -> Pair:
     save_checkpoint(random_target(64, 64, seed=5, **shape), target, raw, torch.float32)
     settings = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64, "text_config": {**raw, **ASSISTANT}}
     config = assistant_config(DraftFiles(draft, settings, {}), read_target_config(raw))
-    loaded = load_target(target, dtype="float32", progress=False, pack=False)
+    loaded = load_target(target, Loading(progress=False, pack=False), dtype="float32")
     head = Gemma4Assistant(config, CONTEXT, TargetWeights(loaded.embed, loaded.lm_head))
     save_checkpoint(randomized(head, seed=6, std=0.25), draft, settings, torch.float32)
     return _loaded("FROZEN_KV_MTP", target, draft)
@@ -209,8 +210,8 @@ def peagle(directory: Path) -> Pair:
     config = json.loads((draft / "config.json").read_text()) | {"ptd_token_id": 63}
     tensors = load_file(draft / "model.safetensors") | {"mask_hidden": torch.zeros(1, 1, 3 * 64)}
     write_block(draft, tensors, config)
-    whole = load_target(files.target, dtype="float32", progress=False, pack=False)
-    head = load_draft(draft, whole, context=CONTEXT, progress=False, pack=False)
+    whole = load_target(files.target, Loading(progress=False, pack=False), dtype="float32")
+    head = load_draft(draft, whole, Loading(context=CONTEXT, progress=False, pack=False))
     assert isinstance(head, PEagleHead)
     trained_peagle(head, whole, levels=4)
     save_checkpoint(head, draft, config, torch.float32)
@@ -226,7 +227,7 @@ def _block(
     more: dict[str, torch.Tensor] | None = None,
 ) -> Pair:
     files, draft = tiny_pair(directory, kind="eagle", steps=0), directory / "block"
-    whole = load_target(files.target, dtype="float32", progress=False, pack=False)
+    whole = load_target(files.target, Loading(progress=False, pack=False), dtype="float32")
     tensors = block_tensors(whole, 2)
     spec = BlockSpec(tensors, (1, 2), next_token, windows, [window > 0 for window in windows], 63)
     trained_block(spec, whole, block_size=5)
@@ -284,7 +285,7 @@ def _tiny(kind: str, name: Kind, directory: Path) -> Pair:
 
 
 def _loaded(kind: str, directory: Path, draft: Path | None) -> Pair:
-    target = load_target(directory, dtype="float32", progress=False)
+    target = load_target(directory, Loading(progress=False), dtype="float32")
     if draft is None:
         return Pair(kind, directory, None, target, None)
     return Pair(kind, directory, draft, target, loaded_head(kind, directory, draft, target))
@@ -295,7 +296,11 @@ def loaded_head(kind: str, directory: Path, draft: Path, target: TargetModel) ->
     context = target.rope.cos.shape[0]
     algorithm = "STANDALONE" if kind == "STANDALONE" else None
     loaded = load_draft(
-        draft, target, algorithm=algorithm, context=context, lookahead=MARGIN, target_path=directory, progress=False
+        draft,
+        target,
+        Loading(context=context, lookahead=MARGIN, progress=False),
+        algorithm=algorithm,
+        target_path=directory,
     )
     assert loaded.algorithm == kind
     return loaded

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.load_target import DtypeName, load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.layers import pack_linears
 from eagle_server.ops.native.library import available
+from eagle_server.ops.quantize import Quantization
 from tests.lossless import pairs as pairs_module
 from tests.lossless.drafters import CASES as DRAFTING
 from tests.lossless.drafters import Case
@@ -46,11 +48,11 @@ from tests.support.hybrids import hybrid_config, hybrid_target
 from tests.support.scoring import NEAR_TIE as SLACK
 from tests.support.scoring import in_float64, slack
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "float32", "quantization": "int4"},
+FORMATS: dict[str, tuple[DtypeName, Quantization | None]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("float32", "int4"),
 }
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}  # in log-probability
 HEAD_SIZES = (2, 18, 24, 72, 80, 96, 100)  # of which only 80 and 96 are whole vectors on every machine
@@ -77,20 +79,22 @@ pytestmark = pytest.mark.skipif(
 @cache
 def in_format(pairs: Pairs, maker: Any, name: str) -> Pair:
     """A pair with its weights in this format."""
-    pair, chosen = pairs.pair_of(maker), FORMATS[name]
-    target = load_target(pair.directory, **chosen, progress=False)
+    pair, (dtype, rounding) = pairs.pair_of(maker), FORMATS[name]
+    target = load_target(pair.directory, Loading(progress=False, quantization=rounding), dtype=dtype)
     assert target.is_fused == (maker is not LATENT)
     if pair.draft is None:
         return replace(pair, target=target)
     draft = load_draft(
         pair.draft,
         target,
+        Loading(
+            context=pair.target.rope.cos.shape[0],
+            lookahead=MARGIN,
+            progress=False,
+            quantization=rounding,
+        ),
         algorithm="STANDALONE" if pair.kind == "STANDALONE" else None,
-        context=pair.target.rope.cos.shape[0],
-        lookahead=MARGIN,
         target_path=pair.directory,
-        progress=False,
-        quantization=chosen.get("quantization"),
     )
     return replace(pair, target=target, head=draft)
 
@@ -205,10 +209,12 @@ def test_mtp_layers_of_hybrids_draft_natively_and_keep_the_texts(form: str, fami
     """Alone, with chunked prompts, and with so little KV that some are preempted."""
     given, vocab = {"architectures": [family], **HYBRIDS[family]}, 12
     save_checkpoint(hybrid_target(vocab, seed=3, **given), tmp_path, hybrid_config(vocab, **given), torch.float32)
-    target: Any = load_target(tmp_path, **FORMATS[form], context=CONTEXT, lookahead=MARGIN, progress=False)
+    dtype, rounding = FORMATS[form]
+    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False, quantization=rounding)
+    target: Any = load_target(tmp_path, how, dtype=dtype)
     config, shared = MtpConfig.of(target.config, target.config.num_layers), TargetWeights(target.embed, target.lm_head)
     head = randomized(MtpHead(config, CONTEXT + MARGIN, shared), 1, 0.25).to(target.embed.dtype)
-    pack_linears(head, FORMATS[form].get("quantization"))
+    pack_linears(head, rounding)
     assert head.native_weights() is not None
     prompts = torch.randint(1, vocab, (5, 41), generator=torch.Generator().manual_seed(1)).tolist()
     requests = [
@@ -242,10 +248,11 @@ def test_families_with_layers_of_two_kinds_have_the_text_of_a_cpu_on_flashinfer(
 
 def check_against_plain_decoding(directory: Path, form: str, *, seed: int) -> None:
     """An untrained EAGLE-3 head's trees, alone and in batches, for the target in this directory."""
-    target = load_target(directory, **FORMATS[form], context=CONTEXT, progress=False)
+    dtype, rounding = FORMATS[form]
+    target = load_target(directory, Loading(context=CONTEXT, progress=False, quantization=rounding), dtype=dtype)
     assert target.is_fused == target.config.has_family and target.lm_head.native is not None
     head = random_head(target, "EAGLE3").to(target.embed.dtype)  # type: ignore[arg-type]
-    pack_linears(head, FORMATS[form].get("quantization"))
+    pack_linears(head, rounding)
     prompts = torch.randint(1, 64, (4, 40), generator=torch.Generator().manual_seed(seed)).tolist()
     requests = [
         request(i, prompt[: 5 + 11 * i], seed=i, temperature=(0.0, 0.7, 1.0)[i % 3], ignore_eos=True, logprobs=3)

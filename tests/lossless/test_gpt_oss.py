@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace as with_fields
 
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.standalone import DraftLM
 from tests.lossless.scenes import as_on_a_gpu
 from tests.parity.checkpoints import CASES, VOCAB, write
@@ -56,7 +57,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory = tmp_path_factory.mktemp("gpt-oss")
     theirs = write(CASES["gpt-oss"], directory, max_position_embeddings=CONTEXT)
-    ours: Any = load_target(directory, dtype="float32", context=CONTEXT, lookahead=16, progress=False)
+    ours: Any = load_target(directory, Loading(context=CONTEXT, lookahead=16, progress=False), dtype="float32")
     return Served(directory, ours, generated(theirs, PROMPTS, 16), tokens_of(run(plain(ours), DRAWN)))
 
 
@@ -87,7 +88,7 @@ def test_greedy_text_with_any_drafter_is_what_transformers_generates(served: Ser
 def test_four_bits_in_bfloat16_give_the_same_text_with_any_draft(tmp_path: Path) -> None:
     """Every row is computed in the same order in every batch and tree, so there are no near-ties."""
     mxfp4(tmp_path, max_position_embeddings=CONTEXT)
-    ours: Any = load_target(tmp_path, dtype="bfloat16", context=CONTEXT, lookahead=16, progress=False)
+    ours: Any = load_target(tmp_path, Loading(context=CONTEXT, lookahead=16, progress=False), dtype="bfloat16")
     expected = tokens_of(run(plain(ours), GREEDY + DRAWN_TOO))
     for head in (DraftLM(ours), random_head(ours, "EAGLE3").bfloat16()):
         engine = speculative(ours, head, chunked_prefill_size=7)  # type: ignore[arg-type]

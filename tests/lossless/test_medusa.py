@@ -10,6 +10,7 @@ import pytest
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.static_tree import PRESETS, Choices, ranks_of, steps_of, truncated
@@ -75,7 +76,7 @@ def test_shared_lm_head_drafts_too(medusa: Pair, texts: Mapping[str, Sequence[in
     assert medusa.draft is not None
     own = load_file(medusa.draft / "medusa_lm_head.safetensors")
     save_file({name: tensor for name, tensor in own.items() if ".linear." in name}, tmp_path / "medusa.safetensors")
-    heads = load_draft(tmp_path, medusa.target, context=256, progress=False)
+    heads = load_draft(tmp_path, medusa.target, Loading(context=256, progress=False))
     assert isinstance(heads, MedusaHeads)
     assert not heads.config.own_lm_heads
     outcome = run(engine_of(medusa.target, heads, MC_SIM), REQUESTS)

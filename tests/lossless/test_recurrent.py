@@ -14,6 +14,7 @@ from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
@@ -167,7 +168,7 @@ def test_an_aborted_request_leaves_nothing_to_the_next_one(target: TargetModel, 
 def test_what_is_not_served_with_states_is_refused_by_name(tmp_path: Path, target: TargetModel) -> None:
     save_checkpoint(target, tmp_path, hybrid_config(VOCABULARY), torch.float32)
     with pytest.raises(ValueError, match="recurrent layers: it can be a target, but a draft model must have keys"):
-        load_draft(tmp_path, target, algorithm="STANDALONE", context=64, lookahead=9, progress=False)
+        load_draft(tmp_path, target, Loading(context=64, lookahead=9, progress=False), algorithm="STANDALONE")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_what_is_not_served_with_states_is_refused_by_name(tmp_path: Path, targe
 )
 def test_greedy_texts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     theirs = write(CASES[name], tmp_path)
-    engine = ngrams(load_target(tmp_path, dtype="float32", lookahead=16, progress=False), context_length=64)
+    engine = ngrams(load_target(tmp_path, Loading(lookahead=16, progress=False), dtype="float32"), context_length=64)
     prompts = [torch.randint(VOCAB, (1, n), generator=torch.Generator().manual_seed(n)) for n in (3, 21)]
     requests = [request(i, prompt[0].tolist(), max_tokens=25, ignore_eos=True) for i, prompt in enumerate(prompts)]
     found = tokens_of(run(engine, requests))

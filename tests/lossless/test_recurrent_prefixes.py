@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle_server.cache.block_events import BlockEvents
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.native.library import available
@@ -280,7 +281,7 @@ def test_every_checkpoint_is_the_state_of_its_text_bit_for_bit(
     """With native kernels neither texts nor states depend on chunks, trees, prefix hits and batches."""
     save_checkpoint(target, tmp_path, hybrid_config(VOCABULARY, kind), torch.float32)
     served, alone = (
-        load_target(tmp_path, dtype=dtype, context=CONTEXT, lookahead=MARGIN, progress=False) for _ in range(2)
+        load_target(tmp_path, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype=dtype) for _ in range(2)
     )
     assert isinstance(served, TargetModel)
     if not available(torch.device("cpu"), served.config.dtype):

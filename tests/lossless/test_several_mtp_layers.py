@@ -10,6 +10,8 @@ import torch
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
+from eagle_server.ops.quantize import Quantization
 from tests.lossless.scenes import as_on_a_gpu
 from tests.support import mimo_v2, step3p5
 from tests.support.covering import covering
@@ -47,10 +49,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_drafts_of_its_layers_change_no_text(directory: Path, form: str, steps: int, topk: int) -> None:
     """Levels below the third repeat the last layer. Prompts again, from the prefix cache."""
     dtype: Any = "float32" if form == "int8" else form
-    shape: dict[str, Any] = {"context": CONTEXT, "lookahead": MARGIN, "progress": False}
-    rounded: dict[str, Any] = {"quantization": "int8"} if form == "int8" else {}
-    target = load_target(directory, dtype=dtype, **shape, **rounded)
-    head = load_draft(directory, target, target_path=directory, **shape, **rounded)
+    rounding: Quantization | None = "int8" if form == "int8" else None
+    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False, quantization=rounding)
+    target = load_target(directory, how, dtype=dtype)
+    head = load_draft(directory, target, how, target_path=directory)
     expected = {}
     for each in REQUESTS:
         expected |= tokens_of(run(plain(target), [each]))  # type: ignore[arg-type]

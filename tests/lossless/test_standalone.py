@@ -14,6 +14,7 @@ import torch
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.plan import CyclePlan, CycleResult
@@ -148,7 +149,7 @@ def test_a_head_is_no_model(directory: Path) -> None:
 def test_another_vocabulary_is_refused(directory: Path, target: TargetModel, tmp_path: Path) -> None:
     files = tiny_pair(tmp_path, kind="eagle", steps=0, vocab=60).target
     with pytest.raises(ValueError, match="vocab_size 60, but the target's is 64"):
-        load_draft(files, target, algorithm="STANDALONE", context=256, progress=False)
+        load_draft(files, target, Loading(context=256, progress=False), algorithm="STANDALONE")
     shutil.copytree(directory / "smaller", tmp_path / "renamed")
     tokenizer = tmp_path / "renamed" / "tokenizer.json"
     values = json.loads(tokenizer.read_text())
@@ -158,10 +159,9 @@ def test_another_vocabulary_is_refused(directory: Path, target: TargetModel, tmp
         load_draft(
             tmp_path / "renamed",
             target,
+            Loading(context=256, progress=False),
             algorithm="STANDALONE",
             target_path=directory / "target",
-            context=256,
-            progress=False,
         )
 
 

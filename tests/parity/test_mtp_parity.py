@@ -16,6 +16,7 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.mtp import MtpHead
 from tests.parity.checkpoints import CASES, VOCAB, write
 from tests.parity.test_target_parity import DenseWindows
@@ -102,8 +103,8 @@ def test_a_greedy_chain_is_transformers(case: str, names: str, tmp_path: Path) -
     mtp = mtp_of(theirs)
     mtp.layers[0].config.mtp_hidden_states_first = names == "mimo"
     save_beside(mtp, tmp_path, names)
-    target = load_target(tmp_path, dtype="float32", progress=False)
-    head = load_draft(tmp_path, target, context=64, target_path=tmp_path, progress=False)
+    target = load_target(tmp_path, Loading(progress=False), dtype="float32")
+    head = load_draft(tmp_path, target, Loading(context=64, progress=False), target_path=tmp_path)
     assert isinstance(head, MtpHead) and head.mtp.index == target.config.num_layers
     text = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(3))
     hidden = theirs.model(text[None]).last_hidden_state[0]
@@ -134,8 +135,8 @@ def test_pass_k_is_transformers_layer_k(case: str, tmp_path: Path) -> None:
     layers, theirs = 3, write(CASES[case], tmp_path)
     mtp = mtp_of(theirs, layers)
     save_beside(mtp, tmp_path)
-    target = load_target(tmp_path, dtype="float32", progress=False)
-    head = load_draft(tmp_path, target, context=64, target_path=tmp_path, progress=False)
+    target = load_target(tmp_path, Loading(progress=False), dtype="float32")
+    head = load_draft(tmp_path, target, Loading(context=64, progress=False), target_path=tmp_path)
     assert isinstance(head, MtpHead) and head.num_layers == layers and head.kv.kv_layers == layers
     text = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(3))
     hidden = theirs.model(text[None]).last_hidden_state[0]
@@ -173,8 +174,8 @@ def test_pass_k_is_transformers_layer_k(case: str, tmp_path: Path) -> None:
 def test_every_layer_of_mimo_v2_reads_the_targets_stream(tmp_path: Path) -> None:
     """A chain: pass k is layer k over the tokens k places further, and the target's streams before its last norm."""
     theirs, mtp = mimo_v2.write_with_mtp(tmp_path)
-    target = load_target(tmp_path, dtype="float32", progress=False)
-    head = load_draft(tmp_path, target, context=64, target_path=tmp_path, progress=False)
+    target = load_target(tmp_path, Loading(progress=False), dtype="float32")
+    head = load_draft(tmp_path, target, Loading(context=64, progress=False), target_path=tmp_path)
     assert isinstance(head, MtpHead) and head.num_layers == mimo_v2.LAYERS
     assert head.aux_boundaries == (target.config.num_layers,)
     text, streams = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(3)), list[Tensor]()
@@ -204,8 +205,8 @@ def test_every_layer_of_mimo_v2_reads_the_targets_stream(tmp_path: Path) -> None
 def test_every_layer_of_step_reads_the_stream_of_the_one_before(tmp_path: Path) -> None:
     """A chain of transformers' layers, which get residual streams: pass k is layer k over row i + k's token."""
     theirs, mtp = step3p5.write_with_mtp(tmp_path)
-    target = load_target(tmp_path, dtype="float32", progress=False)
-    head = load_draft(tmp_path, target, context=64, target_path=tmp_path, progress=False)
+    target = load_target(tmp_path, Loading(progress=False), dtype="float32")
+    head = load_draft(tmp_path, target, Loading(context=64, progress=False), target_path=tmp_path)
     layers = step3p5.LAYERS
     assert isinstance(head, MtpHead) and head.num_layers == layers
     assert head.aux_boundaries == (target.config.num_layers,)

@@ -17,6 +17,7 @@ from eagle_server.config import parse_args
 from eagle_server.engine.assembly.memory_estimate import memory_estimate
 from eagle_server.models.checkpoints.fused_experts import mxfp4_weight, single_experts
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import StoredTensor
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
@@ -58,7 +59,7 @@ def test_every_byte_and_scale_has_transformers_number() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_equal_transformers(tmp_path: Path, dtype: Any) -> None:
     theirs = written(tmp_path)
-    ours: Any = load_target(tmp_path, dtype=dtype, progress=False)
+    ours: Any = load_target(tmp_path, Loading(progress=False), dtype=dtype)
     tokens = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(1))
     expected = theirs(tokens[None]).logits[0]
     pages = Pages(ours, 1, 3)
@@ -70,7 +71,7 @@ def test_logits_equal_transformers(tmp_path: Path, dtype: Any) -> None:
         assert (found - expected).norm() < 1.5 * (rounded - expected).norm()
     packed = [module for module in ours.modules() if isinstance(module, ExpertLinear)]
     assert ours.is_fused and {part.native[0].quantization for part in packed} == {"mxfp4"}
-    plain: Any = load_target(tmp_path, dtype=dtype, progress=False, pack=False)
+    plain: Any = load_target(tmp_path, Loading(progress=False, pack=False), dtype=dtype)
     others = sum(each.nbytes for each in plain.parameters()) - sum(
         module.nbytes for module in plain.modules() if isinstance(module, ExpertLinear)
     )
@@ -88,7 +89,7 @@ def test_quantization_rounds_the_other_layers_and_keeps_what_is_packed(tmp_path:
     logits = []
     for _ in range(2):
         ours: Any = load_target(
-            tmp_path / "target", quantization="int8", quantization_cache=tmp_path / "kept", progress=False
+            tmp_path / "target", Loading(progress=False, quantization="int8"), quantization_cache=tmp_path / "kept"
         )
         linears = {name: module for name, module in ours.named_modules() if isinstance(module, Linear)}
         kinds = {name: linear.native[0].quantization for name, linear in linears.items() if linear.native is not None}
@@ -109,19 +110,19 @@ def change(directory: Path, tensor: str, value: Tensor | None) -> None:
 def test_what_is_no_mxfp4_is_refused_by_name(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(CheckpointError, match="--quantization fp8: GptOssForCausalLM has experts, which only"):
-        load_target(tmp_path, quantization="fp8", progress=False)
+        load_target(tmp_path, Loading(progress=False, quantization="fp8"))
     name = "model.layers.1.mlp.experts.down_proj"
     change(tmp_path, f"{name}_scales", None)
     with pytest.raises(CheckpointError, match=f"{name}_blocks: MXFP4 needs blocks .* scales None"):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
     change(tmp_path, f"{name}_blocks", torch.zeros(6, 64, 3, 8, dtype=torch.uint8))
     with pytest.raises(CheckpointError, match=r"found blocks \[6, 64, 3, 8\]"):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["quantization_config"]["modules_to_not_convert"] = "lm_head"
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="modules_to_not_convert: a list of names is expected"):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 def test_experts_of_other_families_stay_as_they_are() -> None:

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor
@@ -213,12 +214,12 @@ def test_a_model_computes_with_its_dequantized_weights(name: str, base: dict[str
     (tmp_path / "dense").mkdir()
     save_file(dense, tmp_path / "dense" / "model.safetensors")
     (tmp_path / "dense" / "config.json").write_text(json.dumps(base))
-    expected = logits(load_target(tmp_path / "dense", progress=False, pack=False))
-    found = load_target(tmp_path / "quantized", progress=False, pack=False)
+    expected = logits(load_target(tmp_path / "dense", Loading(progress=False, pack=False)))
+    found = load_target(tmp_path / "quantized", Loading(progress=False, pack=False))
     torch.testing.assert_close(logits(found), expected, atol=1e-5, rtol=1e-5)
     if not available(torch.device("cpu"), torch.float32):
         return
-    served = load_target(tmp_path / "quantized", progress=False)
+    served = load_target(tmp_path / "quantized", Loading(progress=False))
     linears = [each for each in served.modules() if isinstance(each, Linear) and each.parts[0][0] != "lm_head"]
     kinds = {each.native[0]._kind for each in linears if each.native is not None}
     assert kinds == {{"int8": 3, "int4": 4, None: 0}[native]}
@@ -252,7 +253,7 @@ def test_a_model_of_transformers_computes_with_its_dequantized_weights(name: str
     raw = json.loads((tmp_path / "dense" / "config.json").read_text())
     (tmp_path / "quantized" / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")(torch.arange(9)[None]).logits[0]
-    served = load_target(tmp_path / "quantized", progress=False)
+    served = load_target(tmp_path / "quantized", Loading(progress=False))
     layer = served.model.model.layers[1].self_attn.k_proj  # type: ignore[attr-defined]
     torch.testing.assert_close(layer.dense_weight(), dense["model.layers.1.self_attn.k_proj.weight"])
     assert layer.native is None or layer.native[0].quantization == native
@@ -265,9 +266,9 @@ def test_a_quantized_model_is_split_over_two_ranks(name: str, tmp_path: Path, mo
     monkeypatch.setitem(CONFIG, "intermediate_size", 128)  # whole groups for both ranks
     config, store, _ = FORMATS[name]
     written(tmp_path, config, store)
-    expected = logits(load_target(tmp_path, progress=False))
+    expected = logits(load_target(tmp_path, Loading(progress=False)))
     with rank_groups(2) as (first, threads, others):
-        models = [load_target(tmp_path, progress=False, ranks=ranks) for ranks in (first, *others)]
+        models = [load_target(tmp_path, Loading(progress=False), ranks=ranks) for ranks in (first, *others)]
         found, same = threads.map(logits, models)
     assert torch.equal(found, same)
     assert (found - expected).norm() / expected.norm() < 0.03  # inputs are rounded to 8 bits, half by half
@@ -278,7 +279,7 @@ def test_groups_that_do_not_divide_over_the_ranks_are_refused(tmp_path: Path) ->
     written(tmp_path, config, store)
     message = "down_proj.qweight: quantized in groups of 32 of its 96 inputs, which do not divide over --tp-size 2"
     with rank_groups(2) as (_, _, [second]), pytest.raises(CheckpointError, match=message):
-        load_target(tmp_path, progress=False, ranks=second)
+        load_target(tmp_path, Loading(progress=False), ranks=second)
 
 
 def weight_of(parts: Tensors, config: dict[str, Any]) -> QuantizedTensor:
@@ -335,7 +336,7 @@ def test_a_tied_embedding_is_filled_though_the_head_over_it_is_packed(tmp_path: 
     del tensors["model.embed_tokens.weight"]
     save_file({**tensors, **parts}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": compressed(8, "int", "channel")}))
-    model = load_target(tmp_path, progress=False)
+    model = load_target(tmp_path, Loading(progress=False))
     torch.testing.assert_close(model.embed.detach(), dense)
     torch.testing.assert_close(model.lm_head.dense_weight().detach(), dense)
 
@@ -343,14 +344,14 @@ def test_a_tied_embedding_is_filled_though_the_head_over_it_is_packed(tmp_path: 
 def test_zero_biases_that_a_packer_has_added_are_ignored_and_others_are_not(tmp_path: Path) -> None:
     written(tmp_path, *FORMATS["GPTQ"][:2])
     tensors = load_file(tmp_path / "model.safetensors")
-    expected = logits(load_target(tmp_path, progress=False))
+    expected = logits(load_target(tmp_path, Loading(progress=False)))
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert torch.equal(logits(load_target(tmp_path, progress=False)), expected)
+    assert torch.equal(logits(load_target(tmp_path, Loading(progress=False))), expected)
     tensors["model.layers.0.mlp.up_proj.bias"][3] = 0.1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="unexpected tensors: model.layers.0.mlp.up_proj.bias"):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 def drop(tensors: Tensors) -> None:
@@ -381,7 +382,7 @@ def test_a_damaged_layer_is_named(change: Callable[[Tensors], None], message: st
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_a_damaged_layer_is_named(change: Callable[[Tensors], None], message: st
 def test_other_formats_are_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(tmp_path, config, as_int8)
     with pytest.raises(CheckpointError, match=message):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 @pytest.mark.parametrize("group", [8, 16, 48, 64, 128, None])
@@ -426,7 +427,7 @@ def test_groups_that_contradict_the_scales_are_refused(name: str, group: int | N
 
     written(tmp_path, config, without_order)
     with pytest.raises(CheckpointError, match="group_size"):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 def as_awq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -447,7 +448,7 @@ def test_a_stored_shape_that_is_none_is_named(shape: Tensor, tmp_path: Path) -> 
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "model.layers.0.mlp.up_proj.weight_shape": shape}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj.weight_shape: two integers are expected"):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 VALUES: list[Any] = [None, True, 0, -1, 3, 7.5, 10**9, 10**30, 1e30, "x", [], [1], {}, {"a": 1}, {"weights": []}]
@@ -477,7 +478,7 @@ def test_a_damaged_configuration_is_one_line(name: str, tmp_path: Path) -> None:
     for seed in range(150):
         (tmp_path / "config.json").write_text(json.dumps(damaged(raw, random.Random(seed))))
         try:
-            load_target(tmp_path, context=64, progress=False)
+            load_target(tmp_path, Loading(context=64, progress=False))
         except CheckpointError as error:
             assert "\n" not in str(error) and len(str(error)) < 1000
             outcomes[False] += 1

@@ -15,6 +15,7 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.config import ConfigError, parse_args
 from eagle_server.engine.assembly.resolve import context_length
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config, rope_config
 from tests.parity import checkpoints as native
@@ -87,7 +88,7 @@ def test_scaled_context_is_served_by_default_with_transformers_logits(name: str,
     assert context(tmp_path) == LONG
     with pytest.raises(ConfigError, match=f"--context-length {LONG + 1}: by config.json the model has at most {LONG} "):
         context(tmp_path, "--context-length", str(LONG + 1))
-    ours = load_target(tmp_path, dtype="float32", progress=False)
+    ours = load_target(tmp_path, Loading(progress=False), dtype="float32")
     check_paged_logits(theirs, ours)
 
 
@@ -109,13 +110,13 @@ def test_dynamic_context_keeps_short_texts_by_default_and_has_one_base_if_longer
     assert context(tmp_path) == ORIGINAL
     assert context(tmp_path, "--context-length", str(LONG)) == LONG
     tokens = torch.randint(native.VOCAB, (LONG,), generator=torch.Generator().manual_seed(3))
-    ours = load_target(tmp_path, dtype="float32", progress=False)
+    ours = load_target(tmp_path, Loading(progress=False), dtype="float32")
     short = tokens[:ORIGINAL]
     out = ours.logits(ours(short, torch.arange(ORIGINAL), DenseCausal(1)).hidden)  # type: ignore[arg-type]
     torch.testing.assert_close(out, theirs(short[None]).logits[0], atol=TOLERANCE, rtol=0)
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
-        longer = load_target(tmp_path, dtype="float32", context=LONG, progress=False)
+        longer = load_target(tmp_path, Loading(context=LONG, progress=False), dtype="float32")
     assert f"every text has the base for {LONG} tokens" in caplog.text
     whole = Pages(longer, 1, LONG // 16).logits([tokens], [0], [LONG])[0]  # type: ignore[arg-type]
     torch.testing.assert_close(whole, theirs(tokens[None]).logits[0], atol=TOLERANCE, rtol=0)
@@ -202,7 +203,7 @@ def test_rope_that_would_be_misread_is_refused(extra: dict[str, Any], message: s
 def test_texts_beyond_the_original_length_are_transformers_with_and_without_a_head(name: str, tmp_path: Path) -> None:
     """Prompts that start below and beyond the original length; the head's own RoPE is not scaled."""
     theirs = write(name, tmp_path)
-    ours = load_target(tmp_path, dtype="float32", context=LONG, lookahead=32, progress=False)
+    ours = load_target(tmp_path, Loading(context=LONG, lookahead=32, progress=False), dtype="float32")
     drawn = torch.randint(1, native.VOCAB, (3, 40), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [drawn[0][:9], drawn[1][:20], drawn[2]]
     requests = [request(i, prompt, max_tokens=LONG - len(prompt), ignore_eos=True) for i, prompt in enumerate(prompts)]

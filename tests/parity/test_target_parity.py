@@ -20,6 +20,7 @@ from eagle_server.attention.recurrent import DenseRows, PromptRows
 from eagle_server.attention.torch_native import torch_native
 from eagle_server.engine.assembly.pools import make_pool, make_states
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config_json import read_config
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import FAMILIES, read_target_config
@@ -46,7 +47,7 @@ def pair(
 ) -> tuple[PreTrainedModel, TargetModel]:
     directory = tmp_path_factory.mktemp("target")
     theirs = write(CASES[request.param], directory)
-    return theirs, load_target(directory, dtype="float32", progress=False)
+    return theirs, load_target(directory, Loading(progress=False), dtype="float32")
 
 
 class DenseWindows(BoundAttention):
@@ -135,7 +136,7 @@ def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrain
 def test_dynamic_rope_is_that_of_the_served_context(tmp_path: Path, length: int) -> None:
     """Trained for 32 positions. After them transformers' base depends on the length, and ours on the context."""
     theirs = write(CASES["llama-dynamic"], tmp_path, max_position_embeddings=32)
-    ours = load_target(tmp_path, dtype="float32", context=length, lookahead=17, progress=False)
+    ours = load_target(tmp_path, Loading(context=length, lookahead=17, progress=False), dtype="float32")
     tokens = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(3))
     output = ours(tokens[0], torch.arange(length), DenseCausal(1))
     torch.testing.assert_close(ours.logits(output.hidden), theirs(tokens).logits[0], atol=TOLERANCE, rtol=0)
@@ -145,7 +146,7 @@ def test_dynamic_rope_is_that_of_the_served_context(tmp_path: Path, length: int)
 def test_aux_boundaries_are_the_residual_streams_of_transformers(tmp_path: Path) -> None:
     """hidden_states[b] of transformers is the stream after b layers. Its last entry is after the final norm."""
     theirs = write(CASES["llama"], tmp_path)
-    ours = load_target(tmp_path, dtype="float32", progress=False)
+    ours = load_target(tmp_path, Loading(progress=False), dtype="float32")
     ours.aux_boundaries = (0, 2)
     tokens = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
     output = ours(tokens[0], torch.arange(9), DenseCausal(1))
@@ -168,7 +169,7 @@ def test_config_of_google_means_the_same(tmp_path: Path, name: str) -> None:
     parts = ("k_proj", "v_proj", "k_norm") if name == "gemma4" else ()
     unread = {f"model.layers.5.self_attn.{part}.weight": torch.ones(3) for part in parts}
     save_file({**unread, **load_file(file)}, file)
-    assert load_target(tmp_path, dtype="float32", progress=False).is_fused
+    assert load_target(tmp_path, Loading(progress=False), dtype="float32").is_fused
 
 
 def test_config_of_xiaomi_means_the_same(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from eagle_server.config import ConfigError, parse_args
 from eagle_server.engine.assembly.devices import graph_sizes
 from eagle_server.models.checkpoints import load_target as load_target_module
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.transformers_config import TESTED
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
@@ -174,7 +175,7 @@ def test_the_list_of_tested_architectures_is_correct() -> None:
 
 
 def load(directory: Path, **settings: Any) -> TransformersTarget:
-    target = load_target(directory, dtype="float32", progress=False, **settings)
+    target = load_target(directory, Loading(progress=False, **settings), dtype="float32")
     assert isinstance(target, TransformersTarget)
     return target
 

@@ -23,6 +23,7 @@ from eagle_server.llm import LLM
 from eagle_server.models.checkpoints import weights
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
@@ -45,7 +46,8 @@ def _one_thread() -> None:
 
 
 def load(directory: Path, **settings: Any) -> Any:
-    return load_target(directory, dtype="float32", context=CONTEXT, lookahead=MARGIN, progress=False, **settings)
+    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False, **settings)
+    return load_target(directory, how, dtype="float32")
 
 
 def chunked_logits(ours: TargetModel, prompts: list[Tensor]) -> list[Tensor]:
@@ -199,7 +201,7 @@ def test_a_published_head_fits_unchanged(tmp_path: Path) -> None:
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
     save_checkpoint(head, tmp_path / "head", raw, torch.float32)
-    loaded = load_draft(tmp_path / "head", target, context=CONTEXT, lookahead=MARGIN, progress=False)
+    loaded = load_draft(tmp_path / "head", target, Loading(context=CONTEXT, lookahead=MARGIN, progress=False))
     requests = [request(i, range(1 + i, 20), ignore_eos=True) for i in range(2)]
     texts = [tokens_of(run(engine, requests)) for engine in (plain(target), speculative(target, loaded))]
     assert texts[0] == texts[1]
@@ -293,7 +295,7 @@ def test_llama_4_is_served_within_its_chunk_and_no_further(tmp_path: Path) -> No
 def test_llama_4_up_to_the_end_of_its_chunk_computes_what_transformers_does(tmp_path: Path) -> None:
     """Several prompts in one forward, which has more rows than a chunk."""
     theirs = write(CASES["llama4"], tmp_path, attention_chunk_size=48, floor_scale=49)
-    ours = load_target(tmp_path, dtype="float32", progress=False)
+    ours = load_target(tmp_path, Loading(progress=False), dtype="float32")
     prompts = list(torch.randint(1, 120, (3, 48), generator=torch.Generator().manual_seed(3)))
     for prompt, logits in zip(prompts, chunked_logits(ours, prompts), strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(logits, theirs(prompt[None]).logits[0], atol=TOLERANCE, rtol=0)

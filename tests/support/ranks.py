@@ -16,6 +16,7 @@ from eagle_server.engine.assembly.follow import assemble_follower
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.worker.rank_messages import RankMessage
@@ -36,7 +37,7 @@ def split_target(directory: Path, size: int, flashinfer: type[Any] | None) -> It
     """Rank 0's share of a target. Followers compute the others until the end."""
     with rank_groups(size) as (first, threads, others):
         target, *shares = [
-            load_target(directory, ranks=ranks, dtype="float32", progress=False) for ranks in (first, *others)
+            load_target(directory, Loading(progress=False), ranks=ranks, dtype="float32") for ranks in (first, *others)
         ]
         following = [
             threads.submit(_follow, share, ranks, None if flashinfer is None else flashinfer())

@@ -35,7 +35,7 @@ def make_drafter(
         return (NgramDrafter(_tries(config)) if tree.ngram_steps else NoDrafter()), []
     pools = [] if model.kv is None else [make_pool(model.kv, config.kv_slots, backends.device)]
     row = ALGORITHMS[model.algorithm]
-    read, rows_each = (target_pool, tree.topk) if row.reads_target_kv else (pools[0] if pools else None, 1)
+    read, rows_each = (target_pool, tree.topk) if model.reads_target_kv else (pools[0] if pools else None, 1)
     setup = DrafterSetup(
         tree,
         backends.device,

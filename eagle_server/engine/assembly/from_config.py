@@ -23,6 +23,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
@@ -103,14 +104,12 @@ def load_models(
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
     load_kernels_early(config, device, facts)
     began = time.perf_counter()
+    how = Loading(context, lookahead, progress=progress, quantization=config.model.quantization)
     target = load_target(
         config.target_path,
+        how,
         dtype=config.model.dtype,
-        context=context,
-        lookahead=lookahead,
         device=device,
-        progress=progress,
-        quantization=config.model.quantization,
         quantization_cache=config.model.quantization_cache,
         ranks=ranks,
     )
@@ -118,7 +117,7 @@ def load_models(
     threads = config.device.cpu_threads or max(1, threads_for(facts) // config.device.tp_size)
     set_threads(threads, fused=False)
     drafts = config.draft_path is not None and (ranks is None or ranks.rank == 0)
-    draft = _load_draft(config, target, context, lookahead, progress=progress) if drafts else None
+    draft = _load_draft(config, target, how) if drafts else None
     set_threads(threads, fused=target.is_fused and (draft is None or draft.is_fused))
     if device.type == "cpu" and config.speculates and not target.is_fused and (ranks is None or ranks.rank == 0):
         logger.warning(
@@ -128,20 +127,17 @@ def load_models(
     return LoadedModels(target, draft)
 
 
-def _load_draft(config: Config, target: Target, context: int, lookahead: int, *, progress: bool) -> DraftModel:
+def _load_draft(config: Config, target: Target, how: Loading) -> DraftModel:
     assert config.draft_path is not None
     token_map, began = config.speculative.token_map, time.perf_counter()
     draft = load_draft(
         config.draft_path,
         target,
+        how,
         algorithm=config.speculative.head_algorithm,
-        context=context,
-        lookahead=lookahead,
         token_map=None if token_map is None else resolve_file(token_map),
         overrides=config.speculative.draft_config_override,
         target_path=config.target_path,
-        progress=progress,
-        quantization=config.model.quantization,
     )
     logger.info("draft %s: %.1f s", config.draft_path, time.perf_counter() - began)
     return draft

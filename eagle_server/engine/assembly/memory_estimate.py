@@ -105,7 +105,7 @@ def given_tree(config: Config) -> dict[str, int]:
     if not config.speculates or section.token_tree is not None or not _is_here(config.target_path):
         return {}
     row = _draft_row(config)
-    if row is not None and row.tree_option is not None:
+    if row is not None and row.own_tree is not None:
         return {}
     if row is None and section.algorithm is None:
         return {}

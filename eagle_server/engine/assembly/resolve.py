@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE, TOKEN_TREE
+from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE, STATIC_TREE_OPTIONS, StaticTreeOption
 from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.assembly.backends import caps_scores
@@ -134,14 +134,8 @@ def lookahead_bound(config: Config, target: ModelConfig) -> int:
         return TreeConfig().num_lookahead_slots
     section = config.speculative
     window = dynamic_tree(section, target).num_lookahead_slots
-    if section.token_tree is not None:
-        return max(window, len(read_choices(section.token_tree, TOKEN_TREE)) + 1)
-    kind = section.head_algorithm or section.algorithm
-    for row in ALGORITHMS.values():
-        if row.tree_option is not None and kind in (None, row.name):
-            choices = read_choices(getattr(section, row.tree_option), row.tree_flag)
-            window = max(window, len(choices) + 1, section.num_draft_tokens or 0)
-    return window
+    trees = [choices for option in section.static_trees if (choices := _listed(section, option))]
+    return max(window, *(max(len(choices) + 1, section.num_draft_tokens or 0) for choices in trees), 0)
 
 
 def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> TreeConfig:
@@ -195,34 +189,29 @@ def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig
 
 
 def _static_choices(section: SpeculativeSection, draft: DraftModel | None) -> Choices:
-    """The static tree that this draft drafts; () if its trees are dynamic."""
-    drafts = None if draft is None else ALGORITHMS[draft.algorithm]
-    for row in ALGORITHMS.values():
-        if row is not drafts and row.tree_option is not None and getattr(section, row.tree_option) is not None:
-            raise ConfigError(f"{row.tree_flag}: the draft's files hold no {row.holds}; drop it")
-    if section.token_tree is None:
-        return _own_choices(section, draft) if draft is not None else ()
-    if drafts is None or drafts.static_drafter is None:
-        held = "there is no draft" if drafts is None else f"the files hold a {drafts.name} draft"
-        raise ConfigError(f"{TOKEN_TREE} is for EAGLE and MTP heads, but {held}; drop it")
-    return read_choices(section.token_tree, TOKEN_TREE)
-
-
-def _own_choices(section: SpeculativeSection, draft: DraftModel) -> Choices:
-    """The tree of the draft's own option, if it has one. The default tree is cut to the draft's depth."""
-    row = ALGORITHMS[draft.algorithm]
-    if row.tree_option is None or draft.max_steps is None:
+    """The static tree that this draft drafts; () if its trees grow. A default tree is cut to the draft's depth."""
+    row = None if draft is None else ALGORITHMS[draft.algorithm]
+    own = None if row is None else row.static_tree
+    for option in STATIC_TREE_OPTIONS:
+        if option != own and section.lists(option):
+            held = "there is no draft" if row is None else f"the draft's files hold {row.holds}"
+            raise ConfigError(f"{option.flag} is for {option.takers}, but {held}; drop it")
+    if draft is None or row is None or own is None or not (choices := _listed(section, own)):
         return ()
     if section.head_algorithm != row.name and section.shapes_tree:
         raise ConfigError(f"--speculative-num-steps, --topk: {row.trees_follow}; drop it")
-    option_text = getattr(section, row.tree_option)
-    choices = read_choices(option_text, row.tree_flag)
-    if option_text is None:
-        return truncated(choices, draft.max_steps)
-    if steps_of(choices) > draft.max_steps:
+    if draft.max_steps is None or steps_of(choices) <= draft.max_steps:
+        return choices
+    if section.lists(own):
         steps = steps_of(choices)
-        raise ConfigError(f"{row.tree_flag}: a tree of depth {steps} needs as many heads, found {draft.max_steps}")
-    return choices
+        raise ConfigError(f"{own.flag}: a tree of depth {steps} needs as many heads, found {draft.max_steps}")
+    return truncated(choices, draft.max_steps)
+
+
+def _listed(section: SpeculativeSection, option: StaticTreeOption) -> Choices:
+    """The tree of the option, or its default; () if there is none."""
+    nodes = getattr(section, option.field) or option.default
+    return () if nodes is None else read_choices(nodes, option.flag)
 
 
 def _acceptance(section: SpeculativeSection) -> Acceptance:
@@ -273,8 +262,9 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
             coupling="on" if resolved.coupling else "off",
         )
     if tree.choices:
-        tree_option = ALGORITHMS[resolved.algorithm.removesuffix(f"+{NGRAM}")].tree_option
-        speculative[tree_option or "token_tree"] = [list(node) for node in tree.choices]
+        option = ALGORITHMS[resolved.algorithm.removesuffix(f"+{NGRAM}")].static_tree
+        assert option is not None, "it gave the tree"
+        speculative[option.field] = [list(node) for node in tree.choices]
     values["cache"].update(
         max_total_tokens=resolved.max_total_tokens,
         block_size=block_size_of(resolved.page_size),

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from eagle_server.models.checkpoints.fused_experts import separate_gates
+from eagle_server.models.checkpoints.loading import DEFAULT_LOADING, Loading
 from eagle_server.models.checkpoints.packed_cache import PackedCache
 from eagle_server.models.checkpoints.padded_values import with_padded_values
 from eagle_server.models.checkpoints.quantized import (
@@ -53,16 +54,12 @@ log = logging.getLogger(__name__)
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def load_target(  # noqa: PLR0913
+def load_target(
     path: str | Path,
+    how: Loading = DEFAULT_LOADING,
     *,
     dtype: DtypeName = "auto",
-    context: int | None = None,
-    lookahead: int = 0,
     device: str | torch.device = "cpu",
-    progress: bool = True,
-    pack: bool = True,
-    quantization: Quantization | None = None,
     quantization_cache: Path | None = None,
     ranks: RankGroup | None = None,
 ) -> Target:
@@ -73,10 +70,6 @@ def load_target(  # noqa: PLR0913
 
     Args:
         dtype: "auto" is the checkpoint's dtype. float16 becomes bfloat16, because only float32 and bfloat16 are served.
-        context: the served context length (default: `max_position`). A dynamic RoPE base depends on it.
-        lookahead: the number of positions after `context` that drafting may write. The RoPE table covers both.
-        pack: packs the linear layers. False keeps the plain weights, for training.
-        quantization: rounds them, too.
         quantization_cache: a directory that keeps the rounded weights for the next time.
         ranks: loads only the share of this rank.
 
@@ -94,8 +87,9 @@ def load_target(  # noqa: PLR0913
         config, stored = _as_stored(config, own, directory)
         stored = with_padded_values(stored, config)
         _check_sizes(config, stored, directory)
-    context = context or config.max_position
-    config = _served(config, directory, dtype, context)
+    how = replace(how, context=how.context or config.max_position)
+    quantization = how.quantization
+    config = _served(config, directory, dtype, how.context)
     cached = quantization_cache is not None
     if ranks is not None:
         config, stored = _share(config, stored, directory, ranks, cached=cached)
@@ -105,23 +99,23 @@ def load_target(  # noqa: PLR0913
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
         return load_transformers(
-            directory, config, context=context, device=device, quantization=quantization, progress=progress
+            directory, config, context=how.context, device=device, quantization=quantization, progress=how.progress
         )
     try:
         with created_as(config.dtype, device):
-            model = TargetModel(config, context + lookahead)
+            model = TargetModel(config, how.positions)
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise
-        raise CheckpointError(f"{directory}: no memory for the model with texts of {context} tokens") from None
+        raise CheckpointError(f"{directory}: no memory for the model with texts of {how.context} tokens") from None
     cache = None
-    if pack and quantization is not None and quantization_cache is not None:
+    if how.pack and quantization is not None and quantization_cache is not None:
         cache = PackedCache(quantization_cache, directory, stored, quantization, config.dtype)
     kept = None if cache is None else cache.read(model)
-    rounded = _fill(model, stored, directory, quantization, kept, pack=pack, progress=progress)
+    rounded = _fill(model, stored, directory, how, kept)
     model.requires_grad_(requires_grad=False).eval()
-    if pack:
-        pack_linears(model, quantization, rounded, progress=progress)
+    if how.pack:
+        pack_linears(model, quantization, rounded, progress=how.progress)
     if cache is not None and kept is None:
         cache.write(model)
     return model
@@ -199,27 +193,24 @@ def _fill(
     model: TargetModel,
     stored: Weights,
     directory: Path,
-    quantization: Quantization | None,
+    how: Loading,
     kept: Mapping[Linear, NativeWeight] | None,
-    *,
-    pack: bool,
-    progress: bool,
 ) -> dict[Linear, Rounded]:
     """Fill the parameters and pack the layers in `kept`. The result: layers to pack from the checkpoint's integers."""
     views, rounded = dict(model.weight_views()), dict[Linear, Rounded]()
     stored = without_added_biases(stored, views)
     check_names(views, stored, directory)
     device = model.embed.device
-    if kept is None and pack and (device.type == "cuda" or available(device, model.config.dtype)):
+    if kept is None and how.pack and (device.type == "cuda" or available(device, model.config.dtype)):
         rounded = rounded_linears(model, views, stored)
-        if rounded and quantization is not None:
-            log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, quantization)
+        if rounded and how.quantization is not None:
+            log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, how.quantization)
     unread = {
         name for linear, parts in linear_views(model, views).items() if linear in (kept or rounded) for name in parts
     }
     views = {name: view for name, view in views.items() if name not in unread}
     stored = {name: tensor for name, tensor in stored.items() if name not in unread}
-    copy_weights(views, stored, source=directory, progress=progress)
+    copy_weights(views, stored, source=directory, progress=how.progress)
     for linear, weight in (kept or {}).items():
         linear.pack(codes=weight)
     return rounded
@@ -242,19 +233,17 @@ def _check_quantizable(
 
 def load_family_target(
     path: str | Path,
+    how: Loading = DEFAULT_LOADING,
     *,
     dtype: DtypeName = "auto",
-    context: int | None = None,
     device: str | torch.device = "cpu",
-    progress: bool = True,
-    pack: bool = True,
 ) -> TargetModel:
     """`load_target` for our families only, to train heads or to rebuild the model.
 
     Raises:
         CheckpointError: as `load_target`, or the family is none of ours.
     """
-    model = load_target(path, dtype=dtype, context=context, device=device, progress=progress, pack=pack)
+    model = load_target(path, how, dtype=dtype, device=device)
     if not isinstance(model, TargetModel):
         raise CheckpointError(f"{path}: {model.config.architecture} has no class of its own here, which this needs")
     return model

@@ -135,8 +135,7 @@ def without_drafts(stored: Weights, layers: int) -> Weights:
     """A target's tensors without draft heads, MTP layers and RoPE frequencies. `layers`: the number of its own."""
     extra = {int(match[1]) for name in stored if (match := _MTP.fullmatch(name))}
     drafts = (
-        *(row.prefix for row in ALGORITHMS.values() if row.prefix),
-        *("mtp.", "model.mtp.", "model.mtp_layers."),
+        *(prefix for row in ALGORITHMS.values() for prefix in row.prefixes),
         *(f"model.layers.{layer}." for layer in extra if layer >= layers),
     )
     return {

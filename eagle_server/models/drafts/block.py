@@ -26,7 +26,7 @@ from eagle_server.attention.interface import BoundAttention
 from eagle_server.cache.pool import Pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.block_edges import Confidence, EdgeConfig, Edges, LocalConvolution, convolved
-from eagle_server.models.drafts.interface import DraftModel, TargetWeights
+from eagle_server.models.drafts.interface import DraftModel, HeadConfig, TargetWeights
 from eagle_server.models.layers import Attention, DecoderLayer, Linear, RMSNorm, Views
 from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
@@ -36,7 +36,7 @@ from eagle_server.ops.native.decoder import NativeDecoder
 
 
 @dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(HeadConfig):
     """Sizes and flags of a block drafter.
 
     layers: the decoder. Its vocab_size is the target's.
@@ -51,7 +51,6 @@ class BlockConfig:
     confidence_rank: numbers of its parent's code that a row's confidence reads (DSpark); None: there is no confidence.
     """
 
-    layers: ModelConfig
     target_hidden_size: int
     draft_vocab_size: int
     aux_boundaries: tuple[int, ...]
@@ -62,8 +61,6 @@ class BlockConfig:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logits_softcap: float = 0.0
-    own_embed: bool = False
-    own_lm_head: bool = False
     vocab_map: bool = False
     edges: EdgeConfig | None = None
     convolution: tuple[int, int] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
+from eagle_server.models.drafts.interface import DraftOutput, HeadConfig, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
 from eagle_server.models.native_layers import native_decoder
@@ -29,13 +29,10 @@ from eagle_server.ops.native.drafting import HeadWeights
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(HeadConfig):
     """Sizes and flags of an EAGLE-1/2 head. `layers.hidden_size` equals the target's."""
 
-    layers: ModelConfig
     fc_bias: bool = True
-    own_embed: bool = False
-    own_lm_head: bool = False
 
 
 class EagleLayer(nn.Module):

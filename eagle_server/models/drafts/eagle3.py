@@ -14,7 +14,7 @@ Source: EAGLE-3 (arXiv 2503.01840) and the published checkpoints of EAGLE, SpecF
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import DraftHead, DraftOutput, TargetWeights
+from eagle_server.models.drafts.interface import DraftHead, DraftOutput, HeadConfig, TargetWeights
 from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
 from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
@@ -36,7 +36,7 @@ FeatureNorm = Literal["none", "each", "concat"]
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(HeadConfig):
     """Sizes and flags of an EAGLE-3 head.
 
     layers: the decoder. Its vocab_size is the target's.
@@ -46,7 +46,6 @@ class Eagle3Config:
     vocab_map: whether d2t and t2d are part of the checkpoint.
     """
 
-    layers: ModelConfig
     target_hidden_size: int
     draft_vocab_size: int
     aux_boundaries: tuple[int, ...]
@@ -54,8 +53,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     feature_norm: FeatureNorm = "none"
     norm_output: bool = False
-    own_embed: bool = False
-    own_lm_head: bool = True
+    own_lm_head: bool = field(default=True, kw_only=True)
     vocab_map: bool = False
 
 

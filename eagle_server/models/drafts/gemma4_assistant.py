@@ -42,6 +42,7 @@ class Gemma4Assistant(DraftModel):
     """See the head of this file."""
 
     algorithm = "FROZEN_KV_MTP"
+    reads_target_kv = True
 
     def __init__(self, config: AssistantConfig, context: int, target: TargetWeights) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -34,6 +34,15 @@ class DraftOutput:
     normed: Tensor
 
 
+@dataclass(frozen=True)
+class HeadConfig:
+    """What the configs of all heads with layers of their own have. own_embed, own_lm_head: not the target's."""
+
+    layers: ModelConfig
+    own_embed: bool = field(default=False, kw_only=True)
+    own_lm_head: bool = field(default=False, kw_only=True)
+
+
 class DraftModel(nn.Module, ABC):
     """The base class of all models that draft.
 
@@ -41,16 +50,24 @@ class DraftModel(nn.Module, ABC):
     aux_boundaries: the residual streams of the target that form the feature (boundary b: after b layers). If empty, the
         feature is the target's post-norm hidden state.
     max_steps: the deepest tree that it can draft; None: any depth.
+    reads_target_kv: it attends to the target's KV.
+    takes_token_map: `restrict_vocabulary` is for it.
     """
 
     algorithm: ClassVar[str]
     aux_boundaries: tuple[int, ...] = ()
     max_steps: int | None = None
+    reads_target_kv: ClassVar[bool] = False
+    takes_token_map: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def draft_vocab_size(self) -> int:
         """The size of the vocabulary that it drafts from."""
+
+    def restrict_vocabulary(self, token_map: Tensor) -> None:
+        """Draft only the target ids in `token_map`, int64 [Vd]. Call it after the lm_head is loaded."""
+        raise TypeError(f"{type(self).__name__} has a vocabulary of its own, no {len(token_map)} chosen tokens")
 
     @property
     def is_fused(self) -> bool:

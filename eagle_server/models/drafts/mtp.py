@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
+from eagle_server.models.drafts.interface import DraftOutput, HeadConfig, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.layers import Linear, Views, norm_of
 from eagle_server.models.native_layers import native_decoder
@@ -37,17 +37,14 @@ from eagle_server.ops.native.drafting import HeadWeights
 
 
 @dataclass(frozen=True)
-class MtpConfig:
+class MtpConfig(HeadConfig):
     """layers: of the MTP layers. index: the first one's number in files, which is the target's `num_hidden_layers`.
 
     boundary: the target's residual stream that is the feature, see `DraftModel`; the layers pass on their streams, too.
     None: hidden states after the last norm. chained: see `MtpTraits`.
     """
 
-    layers: ModelConfig
     index: int
-    own_embed: bool = False
-    own_lm_head: bool = False
     boundary: int | None = None
     chained: bool = True
 

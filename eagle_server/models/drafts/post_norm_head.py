@@ -20,6 +20,8 @@ from eagle_server.ops.native.drafting import HeadWeights, Residual
 class PostNormHead(DraftHead):
     """A `DraftHead` without its layers. Shared weights are not registered, so they are not trained or saved."""
 
+    takes_token_map = True
+
     def __init__(self, config: ModelConfig, target: TargetWeights, *, own_embed: bool, own_lm_head: bool) -> None:
         super().__init__()
         self.config = config

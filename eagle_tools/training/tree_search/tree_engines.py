@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eagle_server.algorithms import ALGORITHMS, TOKEN_TREE
+from eagle_server.algorithms import ALGORITHMS
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.assembly.from_config import LoadedModels, engine_over, load_models
@@ -57,9 +57,9 @@ class TreeEngines:
     def option(self) -> str | None:
         """The server's option for a static tree of this drafter; None if it makes its own trees."""
         row = ALGORITHMS.get(self.algorithm)
-        if row is None or (row.tree_option is None and row.static_drafter is None):
+        if row is None or row.static_tree is None:
             return None
-        return TOKEN_TREE if row.tree_option is None else row.tree_flag
+        return row.static_tree.flag
 
     def make(self, *flags: str) -> Engine:
         """An engine with these trees, for a batch of the task's requests."""

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools import DEMO
@@ -143,9 +144,9 @@ def test_checkpoint_is_one_for_transformers_and_for_this_server(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
     with torch.no_grad():
         assert_same(theirs(torch.tensor([prompts[0]])).logits[0], ours[:, :4096], 1e-4)
-    target = load_target(tmp_path / "target", progress=False)
+    target = load_target(tmp_path / "target", Loading(progress=False))
     assert torch.equal(target_logits(target, prompts[0]), ours)
-    draft = load_draft(tmp_path / "eagle3", target, context=REACH, progress=False)
+    draft = load_draft(tmp_path / "eagle3", target, Loading(context=REACH, progress=False))
     assert draft.aux_boundaries == padded.head.aux_boundaries
     read = dict(draft.weight_views())
     for name, weight in padded.head.weight_views():
@@ -170,6 +171,6 @@ def test_a_shape_that_cannot_hold_the_model_is_refused(demo: Pair) -> None:
 def test_the_command_writes_checkpoints_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--shape", "tiny"]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'target'}, {tmp_path / 'eagle3'}\n"
-    target = load_target(tmp_path / "target", progress=False)
+    target = load_target(tmp_path / "target", Loading(progress=False))
     assert (target.config.num_layers, target.config.dtype) == (PaddedShape.tiny().num_layers, torch.bfloat16)
-    assert load_draft(tmp_path / "eagle3", target, context=REACH, progress=False).aux_boundaries
+    assert load_draft(tmp_path / "eagle3", target, Loading(context=REACH, progress=False)).aux_boundaries

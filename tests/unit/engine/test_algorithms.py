@@ -8,8 +8,8 @@ from pkgutil import resolve_name
 
 import pytest
 
-from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, Algorithm
-from eagle_server.config import SpeculativeSection
+from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, STATIC_TREE_OPTIONS, Algorithm
+from eagle_server.config import SpeculativeSection, sources
 from eagle_server.config.sections import DEMO_TARGET
 from eagle_server.models.checkpoints.drafts.draft_loading import DraftFormat, format_of
 from eagle_server.models.drafts.interface import DraftModel
@@ -21,6 +21,11 @@ ROWS = pytest.mark.parametrize("row", ALGORITHMS.values(), ids=ALGORITHMS)
 def concrete(cls: type) -> set[type]:
     below = set[type]().union(*(concrete(each) for each in cls.__subclasses__()))
     return below | (set() if inspect.isabstract(cls) else {cls})
+
+
+def flags_of(field: str) -> list[str]:
+    name = f"speculative-{field.replace('_', '-')}"
+    return [f"--{name}", *sources.ALIASES.get(name, [])]
 
 
 @ROWS
@@ -44,10 +49,12 @@ def test_a_row_is_that_of_one_model_class(row: Algorithm) -> None:
 
 @ROWS
 def test_options_and_files_of_a_row_exist(row: Algorithm) -> None:
-    options = {*row.refuses, *([row.tree_option] if row.tree_option else [])}
+    trees = [row.static_tree] if row.static_tree is not None else []
+    options = {*row.refuses, *(name for tree in trees for name in (tree.field, *tree.excludes(ngrams=False)))}
     assert options <= set(SpeculativeSection.model_fields)
+    assert all(tree in STATIC_TREE_OPTIONS and tree.flag in flags_of(tree.field) for tree in trees)
     assert (Path(DEMO_TARGET).parent / row.demo).is_dir()
-    assert row.tree_option is None or row.static_drafter is None
+    assert row.own_tree is None or row.static_drafter is None
 
 
 @ROWS

@@ -13,6 +13,7 @@ from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_tools.training.__main__ import main
@@ -29,7 +30,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     torch.set_num_threads(1)
     pair = tiny_pair(tmp_path_factory.mktemp("pair"), kind="eagle", steps=0)
     heads = pair.target.parent / "medusa"
-    export_medusa(new_heads(load_target(pair.target, progress=False, pack=False), HEADS, 1), heads, torch.float32)
+    export_medusa(
+        new_heads(load_target(pair.target, Loading(progress=False, pack=False)), HEADS, 1), heads, torch.float32
+    )
     return TinyPair(pair.target, heads)
 
 
@@ -86,7 +89,7 @@ def test_trees_that_the_heads_cannot_draft_are_refused(files: TinyPair, flags: l
 
 
 def test_choices_for_another_draft_are_refused(files: TinyPair) -> None:
-    with pytest.raises(ConfigError, match="the draft's files hold no Medusa heads"):
+    with pytest.raises(ConfigError, match="--medusa-choices is for Medusa heads, but the draft's files hold an EAGLE"):
         build(files, "--medusa-choices", "zephyr_stage2", draft=files.target.parent / "eagle")
 
 
@@ -120,7 +123,9 @@ def test_the_command_line_trains_heads_and_resumes(
     assert main([*command, "--steps", "4", "--heads", "3", "--texts", "4"]) == 2
     assert "choose another --out" in capsys.readouterr().err
     assert main([*command, "--heads", "0"]) == 2
-    loaded = load_draft(tmp_path / "heads", load_target(files.target, progress=False), context=512, progress=False)
+    loaded = load_draft(
+        tmp_path / "heads", load_target(files.target, Loading(progress=False)), Loading(context=512, progress=False)
+    )
     assert isinstance(loaded, MedusaHeads)
     assert loaded.config.heads == 2
     assert (tmp_path / "heads" / "training" / "medusa-loss.png").is_file()

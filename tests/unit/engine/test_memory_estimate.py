@@ -22,6 +22,7 @@ from eagle_server.engine.assembly.memory_estimate import memory_estimate, refusa
 from eagle_server.engine.assembly.pools import bytes_per_slot, make_states
 from eagle_server.engine.assembly.resolve import resolve
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from tests.support.hybrids import hybrid_config, hybrid_target
@@ -30,7 +31,7 @@ from tests.support.hybrids import hybrid_config, hybrid_target
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_take_what_the_estimate_says(dtype: DtypeName) -> None:
     estimate = memory_estimate(parse_args(["--dtype", dtype], environ={}))
-    target = load_target(str(DEMO_TARGET), dtype=dtype, pack=False, progress=False)
+    target = load_target(str(DEMO_TARGET), Loading(progress=False, pack=False), dtype=dtype)
     assert isinstance(target, TargetModel)
     assert estimate["target_weights"] == sum(view.nbytes for _, view in target.weight_views())
     assert estimate["draft_weights"] > 0
@@ -144,7 +145,10 @@ def test_medusa_heads_without_a_config_are_counted(tmp_path: Path) -> None:
     assert weight_bytes(str(tmp_path), torch.bfloat16, native=True) == 64 * 32 * 2
     flags = ["--model-path", str(DEMO_TARGET), "--speculative-draft-model-path", str(tmp_path)]
     estimate = memory_estimate(parse_args([*flags, "--speculative-algorithm", "MEDUSA"], environ={}))
-    assert estimate["draft_weights"] == 64 * 32 * load_target(str(DEMO_TARGET), progress=False).config.dtype.itemsize
+    assert (
+        estimate["draft_weights"]
+        == 64 * 32 * load_target(str(DEMO_TARGET), Loading(progress=False)).config.dtype.itemsize
+    )
 
 
 def test_states_of_recurrent_layers_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +156,7 @@ def test_states_of_recurrent_layers_are_counted(tmp_path: Path, monkeypatch: pyt
     save_checkpoint(hybrid_target(), tmp_path, hybrid_config(), torch.float32)
     flags = ["--model-path", str(tmp_path), "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "9"]
     config = parse_args([*flags, "--max-running-requests", "3"], environ={})
-    estimate, target = memory_estimate(config), load_target(tmp_path, progress=False)
+    estimate, target = memory_estimate(config), load_target(tmp_path, Loading(progress=False))
     states = make_states(target.config, 3, 9, torch.device("cpu"))
     assert states is not None
     assert estimate["states"] == sum(part.nbytes for part in states.parts)

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_server.models.checkpoints.drafts.aux_layers import aux_boundaries
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import LAYERS
@@ -53,10 +54,12 @@ def test_small_targets_need_explicit_aux_layers(layers: int) -> None:
 def test_files_in_either_numbering_give_the_same_boundaries(tmp_path: Path, config: dict[str, Any]) -> None:
     """Top-level boundaries, nested boundaries (8 = L) and nested outputs."""
     directory = dc.write(tmp_path, dc.eagle3_tensors(), {**dc.CONFIG, "draft_vocab_size": dc.VD, **config})
-    assert load_draft(directory, dc.target(), context=64, progress=False).aux_boundaries == (3, 4, 8)
+    assert load_draft(directory, dc.target(), Loading(context=64, progress=False)).aux_boundaries == (3, 4, 8)
 
 
 def test_override_of_aux_boundaries_is_final(tmp_path: Path) -> None:
     directory = dc.write(tmp_path, dc.eagle3_tensors(), {**dc.CONFIG, "draft_vocab_size": dc.VD, KEY: [2, 4, 5]})
-    loaded = load_draft(directory, dc.target(), context=64, overrides={"aux_boundaries": [1, 2, 3]}, progress=False)
+    loaded = load_draft(
+        directory, dc.target(), Loading(context=64, progress=False), overrides={"aux_boundaries": [1, 2, 3]}
+    )
     assert loaded.aux_boundaries == (1, 2, 3)

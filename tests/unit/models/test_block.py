@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.block import BlockHead
 from eagle_server.models.layers import Linear
 from eagle_server.models.targets.decoder import TargetModel
@@ -120,7 +121,7 @@ def loaded(directory: Path, form: Format) -> tuple[BlockHead, BlockSpec]:
     tensors = block_tensors(target(), 2, biases=form.biases)
     form.edit(tensors)
     write_block(directory, tensors, form.config(target()))
-    head = load_draft(directory, target(), context=CONTEXT, lookahead=MARGIN, progress=False)
+    head = load_draft(directory, target(), Loading(context=CONTEXT, lookahead=MARGIN, progress=False))
     assert isinstance(head, BlockHead)
     return head, BlockSpec(tensors, (1, 4), form.next_token, form.windows, form.causal, MASK)
 
@@ -270,7 +271,7 @@ def test_a_draft_that_is_read_wrongly_is_warned_of_with_the_usual_causes(
 ) -> None:
     model, files = planted(tmp_path, next_token=True)
     read = {"dflash_config": {"sample_from_anchor": next_token}}
-    head: Any = load_draft(files, model, context=CONTEXT, lookahead=MARGIN, progress=False, overrides=read)
+    head: Any = load_draft(files, model, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), overrides=read)
     run(speculative(model, head, 3, 1), [request(i, [i], max_tokens=220) for i in range(1, 6)])
     warned = "only 0 % of the first drafts were accepted in 2" in caplog.text
     assert warned != next_token
@@ -281,7 +282,7 @@ def test_a_draft_that_is_read_wrongly_is_warned_of_with_the_usual_causes(
 def per_forward(directory: Path, *, next_token: bool, **options: Any) -> float:
     """Tokens per target forward of a planted pair, in chains of all rows."""
     model, files = planted(directory, next_token=next_token)
-    head: Any = load_draft(files, model, context=CONTEXT, lookahead=MARGIN, progress=False, **options)
+    head: Any = load_draft(files, model, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), **options)
     engine = speculative(model, head, head.max_steps, 1)
     outcome = run(engine, [request(0, [3, 4], max_tokens=41), request(1, [5], max_tokens=41, temperature=0.1)])
     assert outcome["0"].tokens == [(5 + i) % 11 for i in range(41)]
@@ -292,7 +293,7 @@ def per_forward(directory: Path, *, next_token: bool, **options: Any) -> float:
 def test_an_lm_head_of_its_own_wins_over_the_targets(tmp_path: Path) -> None:
     tensors = block_tensors(target(), 2) | {"lm_head.weight": torch.randn(V, 32)}
     write_block(tmp_path, tensors, zlab({}, **BLOCK)(target()))
-    head: Any = load_draft(tmp_path, target(), context=CONTEXT, progress=False)
+    head: Any = load_draft(tmp_path, target(), Loading(context=CONTEXT, progress=False))
     y = torch.randn(3, 32)
     torch.testing.assert_close(head.logits(y)[:, :MASK], (y @ tensors["lm_head.weight"].t())[:, :MASK])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.aux_layers import block_boundaries
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from tests.support.blocks import block_tensors, confidence_tensors, edge_tensors, qwen3, write_block
 from tests.support.engines import CONTEXT
@@ -101,7 +102,7 @@ def test_unknown_variants_are_refused_by_name(tmp_path: Path, name: str) -> None
     edit(tensors, config)
     write_block(tmp_path, tensors, config)
     with pytest.raises(CheckpointError, match=message):
-        load_draft(tmp_path, target(), context=CONTEXT, progress=False)
+        load_draft(tmp_path, target(), Loading(context=CONTEXT, progress=False))
 
 
 WARNED = {
@@ -139,7 +140,7 @@ def test_a_markov_head_of_another_type_is_refused(tmp_path: Path) -> None:
     tensors = block_tensors(target(), 2) | edge_tensors("gated", 32, V, V)
     write_block(tmp_path, tensors, qwen3(target(), **ZLAB, **BLOCK, markov_rank=6, markov_head_type="rnn"))
     with pytest.raises(CheckpointError, match="markov_head_type: 'rnn' is stated, but the tensors are gated"):
-        load_draft(tmp_path, target(), context=CONTEXT, progress=False)
+        load_draft(tmp_path, target(), Loading(context=CONTEXT, progress=False))
 
 
 @pytest.mark.parametrize("width, stated", [(33, None), (32, True), (32 + 6, False)])
@@ -150,4 +151,4 @@ def test_a_confidence_head_that_reads_something_else_is_refused(
     stating = {} if stated is None else {"confidence_head_with_markov": stated}
     write_block(tmp_path, tensors, qwen3(target(), **ZLAB, **BLOCK, markov_rank=6, **stating))
     with pytest.raises(CheckpointError, match=rf"confidence_head_with_markov: .* reads {width} numbers; .* \[32, 38\]"):
-        load_draft(tmp_path, target(), context=CONTEXT, progress=False)
+        load_draft(tmp_path, target(), Loading(context=CONTEXT, progress=False))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.eagle3 import Eagle3Head
@@ -33,7 +34,7 @@ def target() -> TargetModel:
 
 
 def load(path: Path, target: TargetModel, **options: Any) -> DraftModel:
-    return load_draft(path, target, context=CONTEXT, progress=False, **options)
+    return load_draft(path, target, Loading(context=CONTEXT, progress=False), **options)
 
 
 def inputs(head: DraftHead) -> tuple[Tensor, Tensor, Tensor, DenseCausal]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from tests.unit.models import draft_checkpoints as dc
@@ -28,7 +29,7 @@ def target() -> TargetModel:
 
 def refuse(directory: Path, target: TargetModel, message: str, **options: Any) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_draft(directory, target, context=CONTEXT, progress=False, **options)
+        load_draft(directory, target, Loading(context=CONTEXT, progress=False), **options)
     assert str(directory) in str(caught.value)
 
 
@@ -198,4 +199,4 @@ def test_bad_token_map_is_refused(tmp_path: Path, target: TargetModel, ids: obje
     directory = dc.write(tmp_path / "draft", dc.eagle_tensors(bias=True), CONFIG)
     torch.save(ids, tmp_path / "freq.pt")
     with pytest.raises(CheckpointError, match=r"freq.pt"):
-        load_draft(directory, target, context=CONTEXT, token_map=tmp_path / "freq.pt", progress=False)
+        load_draft(directory, target, Loading(context=CONTEXT, progress=False), token_map=tmp_path / "freq.pt")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.tiny import tiny_pair
@@ -228,7 +229,7 @@ def test_a_draft_is_on_the_device_of_its_target(algorithm: str, name: str, tmp_p
         if isinstance(on_host, TargetModel):
             target: Any = on_host.to(gpu.device)
         else:
-            target = load_target(on_host, dtype="float32", device=gpu.device, progress=False)
-        draft = load_draft(files.draft, target, context=CONTEXT, lookahead=8, progress=False, **files.options)
+            target = load_target(on_host, Loading(progress=False), dtype="float32", device=gpu.device)
+        draft = load_draft(files.draft, target, Loading(context=CONTEXT, lookahead=8, progress=False), **files.options)
         assert draft.algorithm == algorithm
         assert elsewhere((target, draft), gpu) == []

@@ -18,6 +18,7 @@ from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.models.checkpoints import load_target as load_target_module
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.gemma4_assistant import Gemma4Assistant
 from tests.parity import test_transformers_target as foreign
@@ -67,8 +68,8 @@ def write_assistant(
 def test_steps_over_the_targets_kv_are_those_of_transformers(case: str, centroids: int, tmp_path: Path) -> None:
     theirs = write(CASES[case], tmp_path / "target")
     assistant = write_assistant(tmp_path / "assistant", shared=case == "gemma4", centroids=centroids)
-    ours = load_target(tmp_path / "target", dtype="float32", progress=False)
-    head = load_draft(tmp_path / "assistant", ours, context=64, progress=False)
+    ours = load_target(tmp_path / "target", Loading(progress=False), dtype="float32")
+    head = load_draft(tmp_path / "assistant", ours, Loading(context=64, progress=False))
     assert isinstance(head, Gemma4Assistant) and head.is_fused == ours.is_fused
     tokens = torch.randint(VOCAB, (TEXT + 1,), generator=torch.Generator().manual_seed(1))
     pool, table = make_pool(ours.config, 65, torch.device("cpu")), torch.randperm(64).int()[None] + 1
@@ -113,7 +114,7 @@ def test_an_assistant_drafts_for_a_target_that_transformers_runs(
     foreign.write(foreign.NATIVE["gemma4"], tmp_path / "target")
     write_assistant(tmp_path / "assistant", shared=True)
     ours = foreign.load(tmp_path / "target", context=CONTEXT)
-    head = load_draft(tmp_path / "assistant", ours, context=CONTEXT, lookahead=MARGIN, progress=False)
+    head = load_draft(tmp_path / "assistant", ours, Loading(context=CONTEXT, lookahead=MARGIN, progress=False))
     drawn = torch.randint(1, VOCAB, (4, 40), generator=torch.Generator().manual_seed(3)).tolist()
     requests = [request(i, prompt[: 9 * i + 3], max_tokens=24, ignore_eos=True) for i, prompt in enumerate(drawn)]
     engine = speculative(ours, head, 3, 12, page_size=4)  # type: ignore[arg-type]
@@ -123,17 +124,17 @@ def test_an_assistant_drafts_for_a_target_that_transformers_runs(
 
 def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:
     write(CASES["gemma4"], tmp_path / "target")
-    ours = load_target(tmp_path / "target", dtype="float32", progress=False)
+    ours = load_target(tmp_path / "target", Loading(progress=False), dtype="float32")
     write_assistant(tmp_path / "other", shared=False)
     with pytest.raises(CheckpointError, match=r"global layers with \(KV heads, size\) \(1, 32\), and .* \(2, 32\)"):
-        load_draft(tmp_path / "other", ours, context=64, progress=False)
+        load_draft(tmp_path / "other", ours, Loading(context=64, progress=False))
     write_assistant(tmp_path / "wide", shared=True, backbone_hidden_size=48)
     with pytest.raises(CheckpointError, match="backbone_hidden_size: the target's is 64, found 48: another target"):
-        load_draft(tmp_path / "wide", ours, context=64, progress=False)
+        load_draft(tmp_path / "wide", ours, Loading(context=64, progress=False))
     write(CASES["llama"], tmp_path / "llama")
     write_assistant(tmp_path / "right", shared=True)
-    llama = load_target(tmp_path / "llama", dtype="float32", progress=False)
+    llama = load_target(tmp_path / "llama", Loading(progress=False), dtype="float32")
     with pytest.raises(CheckpointError, match="another target"):
-        load_draft(tmp_path / "right", llama, context=64, progress=False)
+        load_draft(tmp_path / "right", llama, Loading(context=64, progress=False))
     raw = json.loads((tmp_path / "right" / "config.json").read_text())
     assert raw["model_type"] == "gemma4_assistant"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import resolve_file
 from eagle_server.models.config import CheckpointError
@@ -90,7 +91,7 @@ def test_inexact_checkpoint_is_refused(directory: Path, name: str) -> None:
     change, message = ERRORS[name]
     edit(directory, change)
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
     assert str(directory) in str(caught.value)
 
 
@@ -117,23 +118,23 @@ def test_inexact_checkpoint_is_refused(directory: Path, name: str) -> None:
 def test_unsupported_config_is_refused(directory: Path, settings: dict[str, Any], message: str) -> None:
     (directory / "config.json").write_text(json.dumps({**CONFIG, **settings}))
     with pytest.raises(CheckpointError, match=message):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
 
 
 def test_inert_tensors_are_ignored(directory: Path) -> None:
-    expected = logits(load_target(directory, progress=False))
+    expected = logits(load_target(directory, Loading(progress=False)))
     edit(directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
-    assert torch.equal(logits(load_target(directory, progress=False)), expected)
+    assert torch.equal(logits(load_target(directory, Loading(progress=False))), expected)
 
 
 def test_tied_head_is_stored_as_a_copy_or_used_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = checkpoint(tmp_path, tie_word_embeddings=True)
-    expected = logits(load_target(directory, progress=False))
+    expected = logits(load_target(directory, Loading(progress=False)))
     edit(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert torch.equal(logits(load_target(directory, progress=False)), expected)
+    assert torch.equal(logits(load_target(directory, Loading(progress=False))), expected)
     assert not caplog.text
     edit(directory, lambda t: t["lm_head.weight"].mul_(2))  # transformers, too, does not tie these
-    model = load_target(directory, progress=False)
+    model = load_target(directory, Loading(progress=False))
     assert "tie_word_embeddings is true, but lm_head.weight is not" in caplog.text
     assert not model.config.tie_word_embeddings
     torch.testing.assert_close(logits(model), 2 * expected)
@@ -153,9 +154,9 @@ def test_attention_follows_the_tensors(
     tmp_path: Path, true: dict[str, Any], declared: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = checkpoint(tmp_path, **true)
-    right = load_target(directory, progress=False)
+    right = load_target(directory, Loading(progress=False))
     (directory / "config.json").write_text(json.dumps({**CONFIG, **true, **declared}))
-    found = load_target(directory, progress=False)
+    found = load_target(directory, Loading(progress=False))
     assert found.config == right.config
     assert torch.equal(logits(found), logits(right))
     assert (warning in caplog.text) if warning else not caplog.text
@@ -164,27 +165,27 @@ def test_attention_follows_the_tensors(
 def test_declared_head_size_is_not_replaced(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**CONFIG, "head_dim": 16}))
     with pytest.raises(CheckpointError, match=r"q_proj.weight: expected shape \[64, 32\], found \[32, 32\]"):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
 
 
 def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(CheckpointError, match=r"model.safetensors: not a readable safetensors file"):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
     (directory / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no model.safetensors"):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names model-00001-of-00001.safetensors, which is not there"):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
     for content in ('{"weight_map": ["a"]}', "[1]", '{"weight_map": {"a": 3}}', "{}", "no JSON"):
         (directory / "model.safetensors.index.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"index.json: a JSON object with a weight_map from tensors to files"):
-            load_target(directory, progress=False)
+            load_target(directory, Loading(progress=False))
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config.json here"):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
 )
 def test_unknown_name_says_where_it_was_searched(name: str | Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_target(name, progress=False)
+        load_target(name, Loading(progress=False))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_unknown_file_says_where_it_was_searched(name: str, message: str) -> Non
 
 def test_file_instead_of_directory_is_refused(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="a checkpoint directory is expected, this is a file"):
-        load_target(directory / "config.json", progress=False)
+        load_target(directory / "config.json", Loading(progress=False))
 
 
 @pytest.mark.parametrize(
@@ -234,9 +235,9 @@ def test_file_instead_of_directory_is_refused(directory: Path) -> None:
 def test_dtype_is_the_checkpoints_or_the_one_asked_for(
     tmp_path: Path, stored: str, asked: Any, served: torch.dtype
 ) -> None:
-    source = load_target(checkpoint(tmp_path / "float32"), progress=False)
+    source = load_target(checkpoint(tmp_path / "float32"), Loading(progress=False))
     save_checkpoint(source, tmp_path / stored, CONFIG, getattr(torch, stored))
-    model = load_target(tmp_path / stored, dtype=asked, progress=False)
+    model = load_target(tmp_path / stored, Loading(progress=False), dtype=asked)
     assert model.config.dtype == served
     assert {p.dtype for p in model.parameters()} == {served}
     assert logits(model, served).dtype == torch.float32
@@ -247,14 +248,14 @@ def test_dtype_is_the_checkpoints_or_the_one_asked_for(
 def test_generation_config_adds_end_of_sequence_ids(tmp_path: Path, more: object, ids: tuple[int, ...]) -> None:
     directory = checkpoint(tmp_path, eos_token_id=3)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
-    assert load_target(directory, progress=False).config.eos_token_ids == ids
+    assert load_target(directory, Loading(progress=False)).config.eos_token_ids == ids
 
 
 @pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [1, "2"]}', "[1]", "no JSON"])
 def test_bad_generation_config_is_refused(directory: Path, content: str) -> None:
     (directory / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config.json: (eos_token_id must be|a JSON object)"):
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
 
 
 @pytest.mark.parametrize("size", [0, 50, -1000])
@@ -262,18 +263,18 @@ def test_truncated_file_is_refused_in_one_line(directory: Path, size: int) -> No
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"model.safetensors: not a readable safetensors file") as caught:
-        load_target(directory, progress=False)
+        load_target(directory, Loading(progress=False))
     assert "\n" not in str(caught.value)
 
 
 def test_context_sizes_the_rope_table(directory: Path) -> None:
-    assert load_target(directory, progress=False).rope.cos.shape[0] == 64
-    assert load_target(directory, context=200, progress=False).rope.cos.shape[0] == 200
+    assert load_target(directory, Loading(progress=False)).rope.cos.shape[0] == 64
+    assert load_target(directory, Loading(context=200, progress=False)).rope.cos.shape[0] == 200
 
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_saved_checkpoint_loads_bit_for_bit(directory: Path, tmp_path: Path, pack: bool) -> None:
-    model = load_target(directory, progress=False, pack=pack)
+    model = load_target(directory, Loading(progress=False, pack=pack))
     save_checkpoint(model, tmp_path / "copy", CONFIG, torch.float32)
     before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
     assert before.keys() == after.keys()

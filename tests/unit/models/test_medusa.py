@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.medusa import MedusaHeads
@@ -56,7 +57,7 @@ def features() -> Tensor:
 
 
 def load(path: Path, target: TargetModel, **options: Any) -> MedusaHeads:
-    loaded = load_draft(path, target, context=CONTEXT, progress=False, **options)
+    loaded = load_draft(path, target, Loading(context=CONTEXT, progress=False), **options)
     assert loaded.algorithm == "MEDUSA"
     assert isinstance(loaded, MedusaHeads)
     return loaded
@@ -99,7 +100,7 @@ def test_medusa_2_is_target_and_draft_in_one_directory(tmp_path: Path, target: T
     own = medusa_tensors(prefix="medusa_head.")
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), **own}, file)
-    served = load_target(tmp_path, progress=False)
+    served = load_target(tmp_path, Loading(progress=False))
     assert torch.equal(served.lm_head.dense_weight(), target.lm_head.dense_weight())
     for path in (tmp_path, None):
         check(load(tmp_path, served, target_path=path), own, served, 3, 1, "medusa_head.")

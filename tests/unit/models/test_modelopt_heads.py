@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
@@ -153,7 +154,7 @@ def test_wrong_map_without_t2d_is_refused_in_one_line(tmp_path: Path, target: Ta
     edit(tensors)
     directory = dc.write(tmp_path, tensors, MODELOPT)
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_draft(directory, target, context=CONTEXT, progress=False)
+        load_draft(directory, target, Loading(context=CONTEXT, progress=False))
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
 

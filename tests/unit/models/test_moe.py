@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError, MoEConfig
 from eagle_server.models.layers import Linear
 from eagle_server.models.moe import MixtureOfExperts, Router
@@ -144,7 +145,7 @@ def test_config_is_refused(tmp_path: Any, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_config(tmp_path, **{**DEEPSEEK, **settings})
     with pytest.raises(CheckpointError, match=message):
-        load_target(tmp_path, progress=False)
+        load_target(tmp_path, Loading(progress=False))
 
 
 def test_a_model_without_experts_is_dense_throughout() -> None:

@@ -17,6 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftHead, DraftModel
@@ -49,11 +50,11 @@ def directory(tmp_path: Path) -> Path:
 
 
 def served(directory: Path) -> TargetModel:
-    return load_target(directory, dtype="float32", context=CONTEXT, progress=False)
+    return load_target(directory, Loading(context=CONTEXT, progress=False), dtype="float32")
 
 
 def load(path: Path, target: TargetModel, **options: Any) -> DraftModel:
-    return load_draft(path, target, context=CONTEXT, progress=False, **options)
+    return load_draft(path, target, Loading(context=CONTEXT, progress=False), **options)
 
 
 def own(directory: Path, target: TargetModel, **options: Any) -> DraftModel:

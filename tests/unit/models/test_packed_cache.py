@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 
 from eagle_server.config.sections import Config
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import linear
@@ -34,7 +35,7 @@ def kept(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, kept: Path | None, quantization: Quantization = "int4") -> TargetModel:
-    model = load_target(directory, quantization=quantization, quantization_cache=kept, progress=False)
+    model = load_target(directory, Loading(progress=False, quantization=quantization), quantization_cache=kept)
     assert isinstance(model, TargetModel)
     return model
 

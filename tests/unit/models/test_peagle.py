@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.peagle import PEagleHead
 from eagle_server.models.targets.decoder import TargetModel
@@ -101,7 +102,7 @@ def loaded(directory: Path, form: Format, **options: Any) -> tuple[PEagleHead, T
     tensors = peagle_tensors()
     form.edit(tensors)
     dc.write(directory, tensors, form.config)
-    head = load_draft(directory, target(), context=CONTEXT, lookahead=MARGIN, progress=False, **options)
+    head = load_draft(directory, target(), Loading(context=CONTEXT, lookahead=MARGIN, progress=False), **options)
     assert isinstance(head, PEagleHead)
     assert (head.algorithm, head.mask_token_id) == ("PEAGLE", MASK)
     return head, tensors
@@ -210,7 +211,7 @@ def test_the_start_up_line_says_how_the_files_are_read(tmp_path: Path, caplog: p
 
 def test_a_drafter_that_is_always_right_gives_all_its_levels_and_the_bonus(tmp_path: Path) -> None:
     model, files = planted_peagle(tmp_path)
-    head: Any = load_draft(files, model, context=CONTEXT, lookahead=MARGIN, progress=False)
+    head: Any = load_draft(files, model, Loading(context=CONTEXT, lookahead=MARGIN, progress=False))
     outcome = run(
         speculative(model, head, 4, 1),
         [request(0, [3, 4], max_tokens=41), request(1, [5], max_tokens=41, temperature=0.1)],
@@ -246,4 +247,4 @@ def test_unknown_variants_are_refused_by_name(tmp_path: Path, name: str) -> None
     edit(tensors, config)
     dc.write(tmp_path, tensors, config)
     with pytest.raises(CheckpointError, match=message):
-        load_draft(tmp_path, target(), context=CONTEXT, progress=False)
+        load_draft(tmp_path, target(), Loading(context=CONTEXT, progress=False))

@@ -14,13 +14,14 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models import layers
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.rank_slices import own_slices, split_over
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor
 from eagle_server.models.config import CheckpointError, Split
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.ops.quantize import QuantizedWeight
+from eagle_server.ops.quantize import Quantization, QuantizedWeight
 from tests.support.deepseek import DEEPSEEK
 from tests.support.ranks import rank_groups
 from tests.unit.models.test_load_target import CONFIG as LLAMA
@@ -47,11 +48,13 @@ def logits(model: Any) -> Tensor:
         return model.logits(output.hidden)  # type: ignore[no-any-return]
 
 
-def split_logits(directory: Path, size: int, **settings: Any) -> tuple[list[Tensor], list[Any]]:
+def split_logits(
+    directory: Path, size: int, quantization: Quantization | None = None, **settings: Any
+) -> tuple[list[Tensor], list[Any]]:
     """Every rank's logits, and the ranks' models."""
     with rank_groups(size) as (first, threads, others):
-        given = {"dtype": "float32", "progress": False, **settings}
-        models = [load_target(directory, ranks=ranks, **given) for ranks in (first, *others)]
+        how, given = Loading(progress=False, quantization=quantization), {"dtype": "float32", **settings}
+        models = [load_target(directory, how, ranks=ranks, **given) for ranks in (first, *others)]
         return list(threads.map(logits, models)), models
 
 
@@ -114,7 +117,7 @@ def test_every_rank_has_the_logits_of_the_whole_target(tmp_path: Path, name: str
     torch.set_num_threads(1)
     settings, size, heads = CASES[name]
     directory = checkpoint(tmp_path / "target", settings)
-    whole = load_target(directory, dtype="float32", progress=False)
+    whole = load_target(directory, Loading(progress=False), dtype="float32")
     found, models = split_logits(directory, size)
     assert all((model.config.num_heads, model.config.num_kv_heads) == tuple(heads) for model in models)
     assert len(models[0].embed) == -(-whole.config.vocab_size // size)
@@ -127,9 +130,9 @@ def test_every_rank_has_the_logits_of_the_whole_target(tmp_path: Path, name: str
 def test_rounded_weights_are_split(tmp_path: Path, quantization: str) -> None:
     torch.set_num_threads(1)
     directory = checkpoint(tmp_path / "target", {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})
-    whole = load_target(directory, dtype="float32", progress=False, quantization=quantization)
+    whole = load_target(directory, Loading(progress=False, quantization=quantization), dtype="float32")
     found, _ = split_logits(directory, 2, quantization=quantization)
-    exact = logits(load_target(directory, dtype="float32", progress=False))
+    exact = logits(load_target(directory, Loading(progress=False), dtype="float32"))
     error = (logits(whole) - exact).std()
     assert (found[0] - exact).std() < 1.5 * error
 
@@ -137,7 +140,7 @@ def test_rounded_weights_are_split(tmp_path: Path, quantization: str) -> None:
 def test_a_bfloat16_target_is_split(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path / "target", {})
     found, _ = split_logits(directory, 2, dtype="bfloat16")
-    whole = logits(load_target(directory, dtype="bfloat16", progress=False))
+    whole = logits(load_target(directory, Loading(progress=False), dtype="bfloat16"))
     torch.testing.assert_close(found[0], whole, atol=0.05, rtol=0.05)
     assert torch.equal(*found)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftModel
@@ -58,7 +59,7 @@ def tensors(*, exit_dim: int = 2 * H, layers: int = 2, rnn: bool = True) -> Tens
 
 
 def load(path: Path, target: TargetModel, **options: Any) -> DraftModel:
-    return load_draft(path, target, context=CONTEXT, progress=False, **options)
+    return load_draft(path, target, Loading(context=CONTEXT, progress=False), **options)
 
 
 def served_logits(head: RedrafterHead, contexts: Tensor, tokens: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.fused_experts import mxfp4_weight
 from eagle_server.models.checkpoints.load_target import created_as, load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights
 from eagle_server.ops.quantize import QuantizedWeight, quantize
@@ -78,7 +79,7 @@ MAKERS: dict[str, Maker] = {
 def test_a_target_is_on_the_device_that_is_asked_for(name: str, tmp_path: Path) -> None:
     MAKERS[name](tmp_path)
     with SecondDevice() as gpu:
-        target = load_target(tmp_path, dtype="bfloat16", device=gpu.device, progress=False)
+        target = load_target(tmp_path, Loading(progress=False), dtype="bfloat16", device=gpu.device)
         assert elsewhere(target, gpu) == []
 
 
@@ -87,10 +88,10 @@ def test_rounded_weights_are_there_too(quantization: Any, tmp_path: Path) -> Non
     quantized.written(tmp_path, {}, lambda name, weight: ({f"{name}.weight": weight}, weight))
     with SecondDevice() as gpu:
         target: Any = load_target(
-            tmp_path, dtype="bfloat16", device=gpu.device, quantization=quantization, progress=False
+            tmp_path, Loading(progress=False, quantization=quantization), dtype="bfloat16", device=gpu.device
         )
         draft = load_draft(
-            *(tmp_path, target), context=64, algorithm="STANDALONE", quantization=quantization, progress=False
+            *(tmp_path, target), Loading(context=64, progress=False, quantization=quantization), algorithm="STANDALONE"
         )
         assert target.layers[0].mlp.down.weight.numel() == 0  # only the rounded weight is kept
         assert elsewhere((target, draft), gpu) == []
@@ -105,7 +106,7 @@ def test_the_share_of_a_rank_is_there_too(
     MAKERS[name](tmp_path)
     with rank_groups(2) as (first, _, others), SecondDevice() as gpu:
         ranks = [first, *others][rank]
-        target = load_target(tmp_path, dtype="bfloat16", device=gpu.device, ranks=ranks, progress=False)
+        target = load_target(tmp_path, Loading(progress=False), dtype="bfloat16", device=gpu.device, ranks=ranks)
         assert elsewhere(target, gpu) == []
 
 
@@ -117,8 +118,10 @@ def test_a_draft_of_a_split_target_reads_the_whole_vocabulary_to_the_device(tied
     quantized_whole(tmp_path / "target", names)
     draft = dc.write(tmp_path / "draft", dc.eagle_tensors(bias=True), dc.CONFIG)
     with rank_groups(2) as (first, _, _), SecondDevice() as gpu:
-        target = load_target(tmp_path / "target", dtype="bfloat16", device=gpu.device, ranks=first, progress=False)
-        head = load_draft(draft, target, context=64, target_path=tmp_path / "target", progress=False)
+        target = load_target(
+            tmp_path / "target", Loading(progress=False), dtype="bfloat16", device=gpu.device, ranks=first
+        )
+        head = load_draft(draft, target, Loading(context=64, progress=False), target_path=tmp_path / "target")
         assert elsewhere(head, gpu) == []
 
 

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.linear import pack_weight, packed_linear, unpack_weight
@@ -113,7 +114,7 @@ def test_formats_without_a_fast_kernel_are_refused(monkeypatch: pytest.MonkeyPat
 
 def test_fp8_is_refused_on_a_cpu_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--quantization fp8: only GPUs compute with fp8; use int8"):
-        load_target(checkpoint(tmp_path), quantization="fp8", progress=False)
+        load_target(checkpoint(tmp_path), Loading(progress=False, quantization="fp8"))
 
 
 @pytest.mark.usefixtures("_without_native_kernels")
@@ -123,12 +124,12 @@ def test_a_model_is_rounded_without_native_kernels(
 ) -> None:
     directory = checkpoint(tmp_path_factory.mktemp("target"), hidden_size=64, intermediate_size=64, vocab_size=48)
     plain, rounded = (
-        load_target(directory, progress=False),
-        load_target(directory, quantization=quantization, progress=False),
+        load_target(directory, Loading(progress=False)),
+        load_target(directory, Loading(progress=False, quantization=quantization)),
     )
     assert isinstance(plain, TargetModel)
     assert isinstance(rounded, TargetModel)
     error = (logits(rounded) - logits(plain)).norm() / logits(plain).norm()
     assert 0 < error < most
     with pytest.raises(CheckpointError, match="--quantization-cache is for native kernels"):
-        load_target(directory, quantization=quantization, quantization_cache=directory, progress=False)
+        load_target(directory, Loading(progress=False, quantization=quantization), quantization_cache=directory)

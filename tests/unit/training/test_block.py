@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.block import BlockHead
 from eagle_server.models.drafts.block_edges import CANDIDATES
 from eagle_server.models.targets.decoder import TargetModel
@@ -62,7 +63,7 @@ def test_packed_blocks_equal_the_served_rows_and_drafts(
     target = random_target(V, 32, 6)
     new = random_head(target, replace(RECIPE, edges=edges, causal=causal, next_token=next_token))
     export_head(new, tmp_path, torch.float32)
-    head: Any = load_draft(tmp_path, target, context=CONTEXT, lookahead=MARGIN, progress=False)
+    head: Any = load_draft(tmp_path, target, Loading(context=CONTEXT, lookahead=MARGIN, progress=False))
     assert replace(head.block, layers=new.head.config) == new.head.block
     engine = speculative(target, head, head.max_steps, 1, chunked_prefill_size=7, page_size=2)
     texts, seen = list[list[int]](), list[int]()
@@ -192,7 +193,7 @@ def test_a_few_steps_lower_the_loss(tmp_path: Path, edges: EdgeName) -> None:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert sure[-1] < 0.2
     export_head(new, tmp_path, torch.float32)
-    loaded: Any = load_draft(tmp_path, target, context=CONTEXT, progress=False, pack=False)
+    loaded: Any = load_draft(tmp_path, target, Loading(context=CONTEXT, progress=False, pack=False))
     anchors = drawn_anchors(lesson, 0, 8, recipe.block_size, 0)
     with torch.no_grad():
         torch.testing.assert_close(block_rows(loaded, lesson, anchors), block_rows(new.head, lesson, anchors))
@@ -240,8 +241,8 @@ def test_the_command_line_trains_a_block_drafter_in_two_sittings(
     assert {"T=0 step 4", "T=1 coupled accept length", "T=1 confidence error"} <= set(curves)
     written = json.loads((out / "config.json").read_text())
     assert (written["markov_rank"], written["target_layer_ids"], written["is_causal"]) == (8, [0, 1], True)
-    target = load_target(pair.target, dtype="float32", progress=False)
-    head = load_draft(out, target, context=64, progress=False)
+    target = load_target(pair.target, Loading(progress=False), dtype="float32")
+    head = load_draft(out, target, Loading(context=64, progress=False))
     assert isinstance(head, BlockHead)
     assert head.aux_boundaries == (1, 2)
     assert main([*command, *settings, "--steps", "3", "--weights", "dpace"]) == 2

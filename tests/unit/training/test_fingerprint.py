@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from eagle_server.models.checkpoints.load_target import load_family_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_tools.training import corpus as corpus_module
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.corpus import Corpus, own_files, standard_library, text_files, train_tokenizer
@@ -136,9 +137,9 @@ def changed_target(pair: TinyPair, directory: Path) -> Path:
 def test_fingerprint_is_that_of_the_weights_not_of_the_place(pair: TinyPair, tmp_path: Path) -> None:
     shutil.copytree(pair.target, tmp_path / "copy")
     targets = [pair.target, tmp_path / "copy", changed_target(pair, tmp_path / "changed")]
-    keys = [target_fingerprint(load_family_target(each, progress=False, pack=False)) for each in targets]
+    keys = [target_fingerprint(load_family_target(each, Loading(progress=False, pack=False))) for each in targets]
     assert keys[0] == keys[1] != keys[2]
-    packed = load_family_target(pair.target, progress=False)
+    packed = load_family_target(pair.target, Loading(progress=False))
     assert target_fingerprint(packed) == keys[0]
 
 
@@ -154,7 +155,7 @@ def test_texts_of_another_target_or_length_are_sampled_again(
         (pair.target, Recipe(length=16, sampled_texts=4)),
         (pair.target, Recipe(length=16, sampled_texts=5)),
     ):
-        target = load_family_target(path, dtype="float32", progress=False, pack=False)
+        target = load_family_target(path, Loading(progress=False, pack=False), dtype="float32")
         key = target_fingerprint(target)
         found.append(own_texts(target, corpus, recipe, tmp_path, key))
         again = own_texts(target, corpus, recipe, tmp_path, key)

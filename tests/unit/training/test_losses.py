@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_family_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.eagle3 import train_head
@@ -124,7 +125,7 @@ def test_spread_draws_follow_the_distribution() -> None:
 
 
 def test_coupling_of_a_head_is_measured_per_pass_against_the_text(tmp_path: Path) -> None:
-    target = load_family_target(tiny_pair(tmp_path, steps=0).target, progress=False, pack=False)
+    target = load_family_target(tiny_pair(tmp_path, steps=0).target, Loading(progress=False, pack=False))
     new = new_eagle3(target, (1, 2, 3), torch.arange(0, 64, 2), 48)
     texts = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -138,7 +139,7 @@ def test_coupling_of_a_head_is_measured_per_pass_against_the_text(tmp_path: Path
 
 
 def test_medusa_heads_are_compared_at_the_place_that_they_guess(tmp_path: Path) -> None:
-    target = load_family_target(tiny_pair(tmp_path, steps=0).target, progress=False, pack=False)
+    target = load_family_target(tiny_pair(tmp_path, steps=0).target, Loading(progress=False, pack=False))
     texts = torch.randint(64, (1, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         lesson = medusa_lesson(target, texts)
@@ -149,7 +150,7 @@ def test_medusa_heads_are_compared_at_the_place_that_they_guess(tmp_path: Path) 
 
 def test_a_head_to_start_from_must_fit(tmp_path: Path) -> None:
     pair, other = tiny_pair(tmp_path, steps=0), tiny_pair(tmp_path / "other", vocab=48, steps=0)
-    target = load_family_target(pair.target, progress=False, pack=False)
+    target = load_family_target(pair.target, Loading(progress=False, pack=False))
     text = np.arange(400, dtype=np.uint16) % 48
     corpus, recipe = Corpus(text, text, "key"), Recipe(steps=0, length=16, sampled_texts=0)
     with pytest.raises(CheckpointError, match="EAGLE was asked for, but the files hold an EAGLE3 head"):
@@ -167,7 +168,7 @@ def test_a_head_to_start_from_must_fit(tmp_path: Path) -> None:
 
 
 def test_the_mean_of_heads_is_that_of_their_weights(tmp_path: Path) -> None:
-    target = load_family_target(tiny_pair(tmp_path, steps=0).target, progress=False, pack=False)
+    target = load_family_target(tiny_pair(tmp_path, steps=0).target, Loading(progress=False, pack=False))
     heads = [new_eagle3(target, (1, 2, 3), torch.arange(0, 64, 2), 48) for _ in range(3)]
     heads.append(new_eagle3(target, (1, 2, 3), torch.arange(1, 64, 2), 48))  # another vocabulary
     for number, new in enumerate(heads):
@@ -182,7 +183,7 @@ def test_the_mean_of_heads_is_that_of_their_weights(tmp_path: Path) -> None:
 
 def test_a_head_to_start_from_is_the_one_that_was_written(tmp_path: Path) -> None:
     pair = tiny_pair(tmp_path, steps=0)
-    target = load_family_target(pair.target, progress=False, pack=False)
+    target = load_family_target(pair.target, Loading(progress=False, pack=False))
     new = new_eagle3(target, (0, 1, 3), torch.arange(3, 64, 2), 48)
     export_head(new, tmp_path / "head", torch.float32)
     target.aux_boundaries = ()

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.loop import read_history
 from eagle_tools.training.tiny import tiny_pair
@@ -43,7 +44,7 @@ def test_a_head_is_trained_in_two_sittings(tmp_path: Path, capsys: pytest.Captur
     assert [step for step, _ in curves["held-out loss"]] == [1, 3]
     assert {"train loss", "T=0 step 3", "T=1 accept length"} <= set(curves)
     assert json.loads((out / "config.json").read_text())["model_type"] == "recurrent_drafting_drafter"
-    target = load_target(pair.target, dtype="float32", progress=False)
-    assert load_draft(out, target, context=64, progress=False).algorithm == "REDRAFTER"
+    target = load_target(pair.target, Loading(progress=False), dtype="float32")
+    assert load_draft(out, target, Loading(context=64, progress=False)).algorithm == "REDRAFTER"
     assert main([*command, *settings, "--steps", "3", "--draft-layers", "1"]) == 2
     assert "another --out" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_family_target, load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
@@ -161,8 +162,8 @@ def test_continuations_follow_the_distribution_of_the_target() -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_tiny_pair_loads_and_its_drafts_are_partly_right(tmp_path: Path, kind: Kind) -> None:
     pair = tiny_pair(tmp_path, kind=kind)
-    target = load_target(pair.target, progress=False)
-    draft = load_draft(pair.draft, target, context=512, progress=False)
+    target = load_target(pair.target, Loading(progress=False))
+    draft = load_draft(pair.draft, target, Loading(context=512, progress=False))
     assert draft.algorithm == kind.upper()
     head = draft
     target.aux_boundaries = head.aux_boundaries
@@ -220,7 +221,9 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert main([*command, head, *sizes, *layers]) == 2  # training/ holds the settings without --aux-layers
     assert "choose another --out" in capsys.readouterr().err.splitlines()[-1]
     assert main([*command, head + "2", *sizes, *layers, "--device", "cpu"]) == 0
-    loaded = load_draft(head + "2", load_target(pair.target, progress=False), context=512, progress=False)
+    loaded = load_draft(
+        head + "2", load_target(pair.target, Loading(progress=False)), Loading(context=512, progress=False)
+    )
     assert loaded.aux_boundaries == (0, 2, 3)
     capsys.readouterr()
     further = ["--init", head + "2", "--loss", "kl+tv", "--temperatures", "1", "0.7", "--texts", "8"]
@@ -255,7 +258,7 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
         for what in ("accept length", *(f"step {i}" for i in (1, 2, 3, 4)))
     ]
     write_evaluation(work / "eagle3", dict.fromkeys(["held-out loss", *names], 0.5))
-    key = target_fingerprint(load_family_target(work / "target", progress=False, pack=False))
+    key = target_fingerprint(load_family_target(work / "target", Loading(progress=False, pack=False)))
     (work / "target-loss.png").write_bytes(b"")
     for name, recipe in zip(DEMO_PARTS, (DEMO_HEAD, *DEMO_TUNINGS), strict=True):
         training = work / name / "training"
@@ -271,9 +274,9 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     assert "PSF License" in card
     assert "900 steps of 6144 rows by `kl`; the same and then 500 steps of 2048 rows by `tv`; " in card
     assert (assets / "eagle3-kl-loss.png").read_text() == "eagle3-kl"
-    loaded = load_target(assets / "target", progress=False)
+    loaded = load_target(assets / "target", Loading(progress=False))
     assert loaded.config.dtype == torch.float32
     torch.testing.assert_close(loaded.embed, target.embed.detach().bfloat16().float(), rtol=0, atol=0)
-    draft = load_draft(assets / "eagle3", loaded, context=1024, algorithm="EAGLE3", progress=False)
+    draft = load_draft(assets / "eagle3", loaded, Loading(context=1024, progress=False), algorithm="EAGLE3")
     assert draft.aux_boundaries == (2, 8, 13)
     assert draft.target_ids(torch.tensor([0, 1, 2047])).tolist() == [0, 2, 4094]

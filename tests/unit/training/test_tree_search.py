@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_server.algorithms import TOKEN_TREE
 from eagle_server.config import parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.speculation.static_tree import read_choices
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.__main__ import main as train
@@ -31,7 +31,9 @@ QUICK = ["--depth", "3", "--ranks", "3", "--rounds", "1", "--max-tokens", "32", 
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     torch.set_num_threads(1)
     made = tiny_pair(tmp_path_factory.mktemp("pair"), steps=24)
-    tiny_medusa(load_target(made.target, progress=False, pack=False), made.target.parent / "medusa", heads=3, steps=24)
+    tiny_medusa(
+        load_target(made.target, Loading(progress=False, pack=False)), made.target.parent / "medusa", heads=3, steps=24
+    )
     return made
 
 
@@ -177,7 +179,7 @@ def test_a_file_that_holds_no_tree_is_named(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=f"--speculative-token-tree .*{message}"):
-        read_choices(str(path), TOKEN_TREE)
+        read_choices(str(path), "--speculative-token-tree")
 
 
 def test_the_training_mentions_the_search(capsys):

@@ -22,7 +22,7 @@ from eagle_server.models.checkpoints.drafts.block_edge_files import (
     edges_of,
 )
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, as_loaded, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, filled, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     check_vocabulary,
     draft_vocabulary,
@@ -31,6 +31,7 @@ from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     without_copies,
 )
 from eagle_server.models.checkpoints.drafts.eagle_files import layer_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import load_pickle
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer

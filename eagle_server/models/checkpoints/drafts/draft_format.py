@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError
+from eagle_server.models.config_json import read_config
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,24 @@ class DraftFiles:
     config: the content of config.json; {} if there is none.
     tensors: by their canonical names.
     overrides: the user's replacements for keys of config.json.
-    is_target: these are the target's own files.
+    target: the target's files, if they are known.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Weights
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    is_target: bool = False
+    target: Path | None = None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether these are the target's own files."""
+        return self.target is not None and self.directory.resolve() == self.target.resolve()
+
+    @property
+    def required_config(self) -> Mapping[str, Any]:
+        """`config`. Raises CheckpointError if there is no config.json."""
+        return self.config or read_config(self.directory)
 
     @property
     def config_source(self) -> str:
@@ -117,9 +128,9 @@ def flatten(files: DraftFiles) -> dict[str, Any]:
     """config.json as one flat object. Outer keys replace those of a nested layer config; overrides replace both.
 
     Raises:
-        CheckpointError: the nested layer config is missing, or eagle_config is no object.
+        CheckpointError: config.json or the nested layer config is missing, or eagle_config is no object.
     """
-    raw, overrides = dict(files.config), files.overrides
+    raw, overrides = dict(files.required_config), files.overrides
     if not isinstance(raw.get("eagle_config") or {}, Mapping):
         raise CheckpointError(f"{files.config_source}: eagle_config: an object is expected")
     nested_key = None

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from eagle_server.models.checkpoints.drafts.aux_layers import aux_boundaries
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, as_loaded, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, filled, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     check_vocabulary,
     draft_vocabulary,
@@ -16,12 +16,12 @@ from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     without_copies,
 )
 from eagle_server.models.checkpoints.drafts.eagle_files import bias, layer_config
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head, FeatureNorm
-from eagle_server.models.drafts.peagle import PEagleConfig
 from eagle_server.models.targets.interface import DraftedTarget
 
-Config = TypeVar("Config", Eagle3Config, PEagleConfig)
+Config = TypeVar("Config", bound=Eagle3Config)
 
 FIXED_FLAGS = {  # flags of other exporters, with the only value that is supported
     "use_input_layernorm_in_first_layer": True,
@@ -70,6 +70,10 @@ def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
     Raises:
         CheckpointError: the config contradicts the tensors, or is for another target.
     """
+    if files.has_part("qkv_a", "kv_a_proj", "q_a_proj"):
+        raise CheckpointError(
+            f"{files.directory}: recognized as EAGLE-3 with MLA attention; this draft format is not supported yet"
+        )
     flat, source = flatten(files), files.config_source
     layers = layer_config(flat, files, target)
     _refuse_other_meanings(flat, source)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, as_loaded, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, filled, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import check_vocabulary, without_copies
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import stored_heads
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import windows_by_type

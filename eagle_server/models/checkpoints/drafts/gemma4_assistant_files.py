@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import filled, shared_weights
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError, KVPlace, ModelConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.drafts.gemma4_assistant import AssistantConfig, Gemma4Assistant
@@ -40,7 +41,7 @@ def assistant_config(files: DraftFiles, target: ModelConfig) -> AssistantConfig:
     Raises:
         CheckpointError: sizes are missing, or they are not the target's.
     """
-    raw, source = {**files.config, **files.overrides}, files.config_source
+    raw, source = {**files.required_config, **files.overrides}, files.config_source
     text: dict[str, Any] = {**(raw.get("text_config") or {}), "model_type": "gemma4_text", "num_kv_shared_layers": 0}
     text.pop("architectures", None)
     assistant = read_target_config({"hidden_size_per_layer_input": 0, **text}, f"{source}: text_config")

@@ -6,66 +6,40 @@ The format is detected from the files alone, never from a flag.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eagle_server.algorithms import ALGORITHMS, Algorithm
-from eagle_server.models.checkpoints.drafts import eagle3_files
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, clean_names
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, format_of
+from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import load_token_map
+from eagle_server.models.checkpoints.drafts.other_formats import unsupported_format
 from eagle_server.models.checkpoints.load_target import created_as
+from eagle_server.models.checkpoints.loading import DEFAULT_LOADING, Loading
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.weights import open_weights, resolve_checkpoint
 from eagle_server.models.checkpoints.whole_vocabulary import WholeVocabulary
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.interface import DraftModel
-from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.interface import DraftedTarget, Target
-from eagle_server.ops.quantize import Quantization
 
 _CONFIG = "config.json"
-_SPECULATORS = {
-    "eagle3": "EAGLE3",
-    "peagle": "PEAGLE",
-    "dflash": "DFLASH",
-    "dflash2": "DFLASH",
-    "dspark": "DFLASH",
-}  # algorithms by `speculators_model_type`
-# Formats that are refused by name. Some use names of EAGLE-3, so these rules come first.
-_UNSUPPORTED: Mapping[str, Callable[[DraftFiles], bool]] = {
-    "Hydra": lambda f: "hydra_num_heads" in f.config or f.has_prefix("hydra_"),
-    "XPress": lambda f: f.has_part("xpress_head", "refiner_head"),
-    "LiLiCorr": lambda f: f.has_part("lilicorr"),
-    "UNO": lambda f: f.has_part("lora_A", "lora_B"),
-    "Laguna's DFlash": lambda f: f.has_part("aux_hidden_norms"),
-    "Muse-Glimmer's assistant": lambda f: f.has_prefix("encoder.fc"),
-    "PARD": lambda f: "pard_token" in f.config and "fc.weight" not in f.tensors,
-    "MLPSpeculator": lambda f: "n_predict" in f.config or f.has_prefix("emb.", "proj."),
-    "EAGLE-3 with MLA attention": lambda f: (
-        eagle3_files.recognizes(f) and f.has_part("qkv_a", "kv_a_proj", "q_a_proj") and not f.has_part("eh_proj")
-    ),
-}
-
 log = logging.getLogger(__name__)
 
 
-def load_draft(  # noqa: PLR0913
+def load_draft(
     path: str | Path,
     target: Target,
+    how: Loading = DEFAULT_LOADING,
     *,
-    context: int,
-    lookahead: int = 0,
     algorithm: str | None = None,
     token_map: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     target_path: str | Path | None = None,
-    progress: bool = True,
-    pack: bool = True,
-    quantization: Quantization | None = None,
 ) -> DraftModel:
     """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
@@ -73,37 +47,34 @@ def load_draft(  # noqa: PLR0913
 
     Args:
         path: may be `target_path`, if the target's files hold the draft.
-        context, lookahead: the RoPE table has context + lookahead positions, for any max_position_embeddings.
         algorithm: a name in `ALGORITHMS`; None accepts any head.
         token_map: an FR-Spec file.
         overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
-        pack: packs the linear layers. False keeps the plain weights, for training.
-        quantization: rounds them, too.
 
     Raises:
         CheckpointError: the format is unknown or not `algorithm`, or tensors are missing, unexpected or for another
             target.
     """
     files = draft_files(path, target_path, overrides)
-    how = Loading(context, lookahead, progress, quantization, target_path)
+    how = replace(how, context=how.context or target.config.max_position)
     row = _asked_for(files, algorithm)
-    if row.needs_config and not files.config:
-        read_config(files.directory)  # raises
     if row.is_model:
         return format_of(row).load(files, target, how)
     drafted_for: DraftedTarget = target
     if target.config.split is not None:
         assert target_path is not None, "a split target is read again, whole"
-        drafted_for = WholeVocabulary(target.config, resolve_checkpoint(target_path), target.embed.device, quantization)
+        drafted_for = WholeVocabulary(
+            target.config, resolve_checkpoint(target_path), target.embed.device, how.quantization
+        )
     with created_as(target.embed.dtype, target.embed.device):
         head = format_of(row).load(files, drafted_for, how)
-        if token_map is not None and isinstance(head, PostNormHead):
+        if token_map is not None and head.takes_token_map:
             head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
         elif token_map is not None:
             log.warning("%s: ignored, as %s has its own vocabulary", token_map, row.holds)
     head.requires_grad_(requires_grad=False).eval()
-    if pack:
-        pack_linears(head, quantization)
+    if how.pack:
+        pack_linears(head, how.quantization)
     return head
 
 
@@ -111,11 +82,10 @@ def draft_files(
     path: str | Path, target_path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> DraftFiles:
     """The files of a directory or Hub id. No tensor is read."""
-    directory = resolve_checkpoint(path)
+    directory, target = resolve_checkpoint(path), None if target_path is None else resolve_checkpoint(target_path)
     raw = read_config(directory) if (directory / _CONFIG).is_file() else {}
-    is_target = target_path is not None and directory.resolve() == resolve_checkpoint(target_path).resolve()
     stored = with_dequantized(open_weights(directory), raw, str(directory / _CONFIG))
-    return DraftFiles(directory, raw, clean_names(stored, directory), overrides or {}, is_target)
+    return DraftFiles(directory, raw, clean_names(stored, directory), overrides or {}, target)
 
 
 def detect(files: DraftFiles) -> Algorithm:
@@ -130,14 +100,14 @@ def detect(files: DraftFiles) -> Algorithm:
         return next(both, None) or next(row for row in rows if row.stored == "in the target")
     declared = files.config.get("speculators_model_type")
     if declared is not None:
-        if declared not in _SPECULATORS:
+        by_type = {name: row for row in rows for name in row.speculators}
+        if declared not in by_type:
             raise CheckpointError(
                 f"{files.config_source}: speculators_model_type {declared!r} is not supported yet, only "
-                f"{' and '.join(map(repr, _SPECULATORS))} is"
+                f"{' and '.join(map(repr, by_type))} is"
             )
-        return ALGORITHMS[_SPECULATORS[declared]]
-    unsupported = next((name for name, matches in _UNSUPPORTED.items() if matches(files)), None)
-    if unsupported is not None:
+        return by_type[declared]
+    if (unsupported := unsupported_format(files)) is not None:
         raise CheckpointError(f"{files.directory}: recognized as {unsupported}; this draft format is not supported yet")
     known = next((row for row in rows if format_of(row).recognizes(files)), None)
     if known is None:

@@ -12,13 +12,14 @@ import re
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import shared_weights
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import Weights, copy_weights
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.interface import DraftedTarget
 
-_PREFIXES = (ALGORITHMS["MEDUSA"].prefix, "medusa_lm_head.")
+_PREFIXES = (*ALGORITHMS["MEDUSA"].prefixes, "medusa_lm_head.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _TENSOR = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
 _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")

@@ -19,8 +19,9 @@ from dataclasses import replace
 import torch
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, canonical_name, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, as_loaded, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import check_vocabulary, is_copy, without_copies
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.padded_values import with_padded_values
 from eagle_server.models.checkpoints.weights import StoredTensor, Weights, copy_weights
 from eagle_server.models.config import CheckpointError, ModelConfig

@@ -9,8 +9,9 @@ from typing import Any
 
 from eagle_server.models.checkpoints.drafts import eagle3_files
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import filled, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import mask_token_id_of
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import StoredTensor
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer

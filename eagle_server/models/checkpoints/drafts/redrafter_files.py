@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, filled, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import filled, shared_weights
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
 from eagle_server.models.targets.interface import DraftedTarget

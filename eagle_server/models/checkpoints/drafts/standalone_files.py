@@ -8,9 +8,9 @@ from typing import cast
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
-from eagle_server.models.checkpoints.drafts.draft_loading import Loading, format_of
+from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
-from eagle_server.models.checkpoints.weights import resolve_checkpoint
+from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.interface import DraftedTarget
@@ -29,7 +29,7 @@ def recognizes(files: DraftFiles) -> bool:
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
     """The language model, in the target's dtype and on its device.
 
-    With `how.target_path`, the tokenizers are compared too.
+    If the target's files are known, the tokenizers are compared too.
 
     Raises:
         CheckpointError: the files hold a head, the model cannot be loaded as a target, or its vocabulary is not the
@@ -54,8 +54,8 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
             f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}: a draft model must have the "
             "target's vocabulary; choose a smaller model of the same family"
         )
-    if how.target_path is not None:
-        _check_tokenizers(directory, resolve_checkpoint(how.target_path))
+    if files.target is not None:
+        _check_tokenizers(directory, files.target)
     if config.max_position < how.context:
         log.warning(
             "%s: trained for %d positions and the target is served with %d: beyond them few drafts will be accepted",
@@ -63,12 +63,9 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
         )
     model = load_target(
         directory,
+        how,
         dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
-        context=how.context,
-        lookahead=how.lookahead,
         device=target.embed.device,
-        progress=how.progress,
-        quantization=how.quantization,
     )
     return DraftLM(model)
 
