@@ -19,6 +19,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from eagle_server.text.message_forms import Written, forms, says_all
+
 # Variables that every template gets. Requests may not replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
@@ -46,6 +48,8 @@ class _GenerationTag(Extension):
 
 def _to_json(value: Any, indent: int | None = None, *args: Any, **options: Any) -> str:
     """Unlike Jinja's own filter: no HTML escapes, and keys keep their order."""
+    if isinstance(value, Written):
+        return str(value)
     return json.dumps(value, *args, ensure_ascii=False, indent=indent, **options)
 
 
@@ -157,11 +161,29 @@ class ChatTemplate:
         """
         template = self._tools if conversation.tools else self._plain
         self._check(template, conversation)
-        messages = self._messages(template, conversation)
+        refusal: TemplateError | None = None
+        rendered: str | None = None  # by the first form that the template takes
+        for messages in forms(conversation.messages):
+            try:
+                text = self._render(template, conversation, messages)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            if says_all(text, messages):
+                return text
+            rendered = text if rendered is None else rendered
+        if rendered is None:
+            assert refusal is not None
+            raise refusal
+        return rendered
+
+    def _render(
+        self, template: _CompiledTemplate, conversation: Conversation, messages: Sequence[Mapping[str, Any]]
+    ) -> str:
         try:
             text = template.render(
                 **{**self.special_tokens, **conversation.hints, **conversation.variables},
-                messages=messages,
+                messages=self._messages(template, conversation, messages),
                 tools=list(conversation.tools) or None,
                 documents=None,
                 add_generation_prompt=conversation.add_generation_prompt,
@@ -186,8 +208,10 @@ class ChatTemplate:
             if name not in template.variables:
                 raise TemplateError(f"this model's chat template has no variable {name}", VARIABLES)
 
-    def _messages(self, template: _CompiledTemplate, conversation: Conversation) -> list[dict[str, Any]]:
-        messages = [dict(message) for message in conversation.messages]
+    def _messages(
+        self, template: _CompiledTemplate, conversation: Conversation, given: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        messages = [dict(message) for message in given]
         if "developer" not in template.source:  # OpenAI's newer name for the system role
             for message in messages:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]

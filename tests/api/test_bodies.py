@@ -91,7 +91,7 @@ BODIES: dict[str, tuple[str, Callable[[], str], str | None]] = {
                 ]
             }
         ),
-        "messages.0.tool_calls.0.function.arguments",
+        "messages",
     ),
     "bad words": (
         "/v1/completions",

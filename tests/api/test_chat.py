@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.api.schemas.chat import Message
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
+from eagle_server.text.chat_template import ChatTemplate, Conversation
 from tests.api.conftest import http_client
 from tests.api.fake_engine import BREAK, EOS, REFUSE, FakeEngine
 
@@ -175,16 +177,27 @@ async def test_tools_go_through_the_template(chat: httpx.AsyncClient, engine: Fa
     assert prompt_of(engine).startswith("system=s;")
 
 
-@pytest.mark.parametrize("arguments", ["{", "7", '{"x": "\\ud800"}', "[" * 100_000])
-async def test_arguments_of_earlier_calls_should_be_objects(
-    chat: httpx.AsyncClient, engine: FakeEngine, arguments: str
+WRITTEN = ["{,", "77", '{"x": "\\ud800"}', "[1]", "null", '"x"', '{"a": ', "[" * 100_000]
+
+
+@pytest.mark.parametrize("arguments", WRITTEN, ids=range(len(WRITTEN)))
+async def test_arguments_that_are_no_object_stay_in_the_prompt_as_they_were_written(
+    chat: httpx.AsyncClient, engine: FakeEngine, tmp_path: Path, arguments: str
 ) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
-    response = await chat.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
-    assert not engine.requests
+    call = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": arguments}}
+    messages = [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}, *user("b")]
+    conversation = Conversation([Message.model_validate(message).values for message in messages])
+    for source, expected in {
+        "{{ given | tojson }}": arguments,
+        "{{ given if given is string else given | tojson }}": arguments,
+        "{% for k, v in given | items %}{{ k }}={{ v }}{% endfor %}": f"arguments={arguments}",
+        "{% for k in given %}{{ k }}={{ given[k] }}{% endfor %}": f"arguments={arguments}",
+    }.items():
+        calls = "{% for c in m.tool_calls or [] %}{% set given = c.function.arguments %}" + source + "{% endfor %}"
+        template = ChatTemplate("{% for m in messages %}{{ m.content }}" + calls + ";{% endfor %}")
+        assert template.render(conversation) == f"a;{expected};b;"
+    response = await chat.post(PATH, json={"messages": messages, "max_tokens": 1, "truncate_prompt_tokens": 100})
+    assert response.status_code == 200, response.text
 
 
 async def test_the_templates_parameters(chat: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -213,18 +226,19 @@ async def test_without_a_template_chats_are_dialogues(http: httpx.AsyncClient, e
         ({"messages": None}, "messages", "required"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "list"),
-        ({"messages": [{"role": "user"}]}, "messages.0", "content is required"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "content: is required"),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", "'user'"),
-        ({"messages": user(3)}, "messages.0.content", "string or a list of text parts"),
+        ({"messages": user(3)}, "messages.0.content", "string or a list"),
         (
             {"messages": user([{"type": "image_url", "image_url": {"url": "http://x"}}])},
             "messages.0.content",
             "of type 'image_url'; this server reads text only",
         ),
-        ({"messages": user([{"type": "text"}])}, "messages.0.content", '"text"'),
-        ({"messages": user(["a"])}, "messages.0.content", '"text"'),
-        ({"messages": [{"role": "user", "content": "a", "audio": {}}]}, "messages.0.audio", "unknown parameter"),
+        ({"messages": user([{"type": "text"}])}, "messages.0.content.0.text", "is required"),
+        ({"messages": user([{"type": "text", "text": 3}])}, "messages.0.content.0.text", "string"),
+        ({"messages": user(["a"])}, "messages.0.content", "entry 0 should be an object"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}, "messages.0.audio", "text only"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [TOOL]}]}, None, ""),
         ({"messages": user("a" * 2001)}, "messages", "maximum context length"),
         ({"messages": user("a"), "max_tokens": 3000}, "max_tokens", "maximum context length"),
@@ -233,7 +247,7 @@ async def test_without_a_template_chats_are_dialogues(http: httpx.AsyncClient, e
         ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens", "exceeds"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
-        ({"tools": [{"type": "function"}]}, "tools.function", "required"),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools.1.function", "required"),
         ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice", "none, auto, required or"),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
         ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "no variable thinking"),

@@ -79,10 +79,11 @@ def without_deltas(events: list[Any]) -> list[str]:
 async def test_a_text(client: anthropic.AsyncAnthropic) -> None:
     message = await client.messages.create(**asking("hé😀", system="Be brief."), extra_headers={"x-request-id": "mine"})
     assert message._request_id == "mine"
-    assert [(block.type, block.text) for block in message.content] == [("text", "hé😀")]
+    # The template prints the user's message alone, so it says the system's text, too.
+    assert [(block.type, block.text) for block in message.content] == [("text", "Be brief.\n\nhé😀")]
     assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
     usage = message.usage
-    assert (usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens) == (8, 8)
+    assert (usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens) == (19, 19)
     assert message.model_extra is not None
     assert message.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, PydanticUndefined, from_json
 
 from eagle_server.api.errors import ApiError, bad_request
 
@@ -19,6 +21,13 @@ _CHUNK = 2**16  # bytes
 _OPENINGS = (b"[", b"{", b":")
 
 TEXT_ONLY = "this server reads text only"  # in every answer to images, audio and files
+LONGEST_NAME = 40  # characters of a client's word that an error or the log repeats
+MEDIA_FIELDS = frozenset({"image", "images", "audio", "video", "videos", "file", "files", "file_ids", "attachments"})
+_MEDIA = re.compile(r"image|video|audio|file|document")
+_NAMED = 64  # ignored fields that the log names
+
+logger = logging.getLogger(__name__)
+_ignored: set[str] = set()  # the names of fields that were ignored, each logged once
 
 
 class Part(BaseModel):
@@ -38,6 +47,35 @@ class Part(BaseModel):
         for name in unknown[1:]:
             del present[name]
         return present
+
+
+class Copied(Part):
+    """An object of the conversation, which clients copy from earlier answers of this server or of others.
+
+    Nothing in it decides how the answer is generated, so fields without a meaning here are ignored. Their names are
+    logged, once each. What a text model cannot read is refused.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = _names(cls)
+        for name, value in values.items():
+            if name not in known and value:
+                if name in MEDIA_FIELDS:
+                    raise PydanticCustomError("media", TEXT_ONLY, {"key": name[:LONGEST_NAME]})
+                _note_ignored(name)
+        return {name: value for name, value in values.items() if value is not None and name in known}
+
+
+def _note_ignored(name: str) -> None:
+    if name not in _ignored and len(_ignored) < _NAMED:
+        _ignored.add(name)
+        logger.info("fields of messages and tools that are ignored: %r", name[:LONGEST_NAME])
 
 
 class Body(Part):
@@ -69,6 +107,61 @@ class Body(Part):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Violated rules between parameters, as (parameter, problem)."""
         yield from ()
+
+
+def typed(
+    *kinds: str,
+    default: str | None = None,
+    of_text: Callable[[str], dict[str, Any]] | None = None,
+    schema: Any = PydanticUndefined,
+) -> BeforeValidator:
+    """A check of a list of objects that differ by `type`. An error names the first type that is not among `kinds`.
+
+    `default`: the type of objects without one. `of_text` allows a text instead of the list, and makes its object; then
+    `schema` is the type that /openapi.json shows.
+    """
+
+    def check(content: Any) -> Any:
+        values = [of_text(content)] if isinstance(content, str) and of_text is not None else content
+        if not isinstance(values, list):
+            raise PydanticCustomError("list", "should be a list" if of_text is None else "should be a string or a list")
+        return [entry(number, value) for number, value in enumerate(values)]
+
+    def entry(number: int, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise PydanticCustomError("object", "entry {number} should be an object", {"number": number})
+        kind = value.get("type") or default
+        if kind not in kinds:
+            context = {"number": number, "kind": repr(kind)[:LONGEST_NAME], "kinds": ", ".join(kinds)}
+            context["reads"] = f"{TEXT_ONLY}; " if _MEDIA.search(str(kind)) else ""
+            raise PydanticCustomError("type", "entry {number} is of type {kind}; {reads}supported: {kinds}", context)
+        return {**value, "type": kind}
+
+    return BeforeValidator(check, json_schema_input_type=schema)
+
+
+def known(values: dict[str, Any], part: type[Part]) -> dict[str, Any]:
+    """The fields that `part` has, in their order. Null counts as not given."""
+    return {name: value for name, value in values.items() if value is not None and name in _names(part)}
+
+
+def each_checked(part: type[Part], values: list[Any], first: int = 0) -> None:
+    """Check a list of objects that stay as they are. `first`: the number of the first one.
+
+    Raises:
+        ValidationError: the first one that is no `part`, with its number.
+    """
+    for number, value in enumerate(values, first):
+        try:
+            part.model_validate(value)
+        except ValidationError as error:
+            found = error.errors(include_url=False)[0]
+            kind: Any = found["type"]
+            if kind not in ("missing", "extra_forbidden"):
+                key = found.get("ctx", {}).get("key")
+                kind = PydanticCustomError(kind, found["msg"], None if key is None else {"key": key})
+            place = InitErrorDetails(type=kind, loc=(number, *found["loc"]), input=found["input"])
+            raise ValidationError.from_exception_data(part.__name__, [place]) from None
 
 
 class TooManyValues(ValueError):
@@ -164,7 +257,9 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _refusal(model: type[Body], error: ErrorDetails) -> ApiError:
-    name = ".".join(str(part) for part in error["loc"]) or None
+    key = error.get("ctx", {}).get("key")
+    places = [str(part) for part in error["loc"]] + ([] if key is None else [key])
+    name = ".".join(place for place in places if not place.startswith("#")) or None
     top = str(error["loc"][0]) if error["loc"] else ""
     if error["type"] == "missing":
         return bad_request(f"{name} is required", name, "missing_parameter")

@@ -2,124 +2,172 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from eagle_server.api.schemas.base import TEXT_ONLY, Body, Part, TooManyValues, check_size
+from eagle_server.api.schemas.base import Body, Copied, Part, check_size, each_checked, known, typed
 from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, NonEmpty
 from eagle_server.api.schemas.grammar import finite
+from eagle_server.text.message_forms import Written
 
 Values = dict[str, Any]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class TextPart(Part):
-    """A text part of a message's content."""
+class TextPart(Copied):
+    """A text part of a message's content. A refusal and thinking are parts of earlier answers."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "reasoning"]
+    text: str | None = None
+    refusal: str | None = None
+    thinking: Any = None
+    reasoning: Any = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TextPart:
+        if self.text is None and self.type.endswith("text"):
+            raise PydanticCustomError("missing_text", "is required", {"key": "text"})
+        return self
 
 
-class FunctionCall(Part):
-    """The function of a tool call. `arguments` is a JSON object as text."""
+def _text_part(text: str) -> Values:
+    return {"type": "text", "text": text}
 
-    name: NonEmpty
+
+def _form(content: Any) -> str:
+    return "#text" if isinstance(content, str) else "#parts"
+
+
+_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
+# Names of places leave out tags that begin with #.
+Content = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[list[TextPart], FAIL_FAST, typed(*_PARTS, of_text=_text_part), Tag("#parts")],
+    Discriminator(_form),
+]
+
+
+class FunctionCall(Copied):
+    """The function of a tool call. `arguments`: a JSON object as text, or what a model wrote instead."""
+
+    name: str = ""
     arguments: str = "{}"
 
     @property
     def values(self) -> Values:
-        """The call with its arguments as an object, as templates expect."""
-        values = from_json(self.arguments or "{}")
-        return {"name": self.name, "arguments": values}
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
+        """The call as templates expect it: with its arguments as an object. If they are none, as they were written."""
         try:
-            check_size(arguments)
+            check_size(self.arguments)
             # Unlike `json`, it refuses half a surrogate pair, which no tokenizer takes.
-            fits = isinstance(from_json(arguments or "{}"), dict)
-        except TooManyValues as error:
-            raise PydanticCustomError("arguments", "has {problem}", {"problem": str(error)}) from None
+            values = from_json(self.arguments or "{}")
         except ValueError:
-            fits = False
-        if not fits:
-            raise PydanticCustomError("arguments", "should be a JSON object as text")
-        return arguments
+            values = None
+        return {"name": self.name, "arguments": values if isinstance(values, dict) else Written(self.arguments)}
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _as_text(cls, arguments: Any) -> Any:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-class ToolCallParam(Part):
+class CustomCall(Copied):
+    """A call of a tool that takes a text."""
+
+    name: str = ""
+    input: str = ""
+
+
+class ToolCallParam(Copied):
     """A tool call of an earlier assistant message."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    @property
+    def values(self) -> Values:
+        """The call as templates expect it."""
+        custom = self.custom or CustomCall()
+        function = self.function or FunctionCall(name=custom.name, arguments=json.dumps({"input": custom.input}))
+        return {"type": "function", "id": self.id, "function": function.values}
 
 
-class Message(Part):
+class Message(Copied):
     """One message. Parameters like `refusal` that clients send back as null are ignored.
 
-    `reasoning` is vLLM's name of `reasoning_content`, the thinking before an earlier answer.
+    `reasoning` is vLLM's name of `reasoning_content`, the thinking before an earlier answer. `function_call` and the
+    role `function` are older names of a tool call and of its result.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], FAIL_FAST] = Field(default_factory=list)
+    function_call: FunctionCall | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_only(cls, content: Any) -> Any:
-        if not isinstance(content, str | list):
-            raise PydanticCustomError("content", "should be a string or a list of text parts")
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise PydanticCustomError("part", f"part {number} is of type {kind!r}; {TEXT_ONLY}")
-            if kind is None or not isinstance(part.get("text"), str):
-                raise PydanticCustomError("part", f'part {number} should be {{"type": "text", "text": "..."}}')
-        return content
+    refusal: str | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError("content", "content is required")
-        if self.tool_calls and self.role != "assistant":
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("missing_content", "is required", {"key": "content"})
+        if self.calls and self.role != "assistant":
             raise PydanticCustomError("tool_calls", "tool_calls belong to messages of the assistant")
         return self
 
     @property
+    def calls(self) -> list[ToolCallParam]:
+        """The calls of an assistant's message."""
+        older = [] if self.function_call is None else [ToolCallParam(function=self.function_call)]
+        return [*self.tool_calls, *older]
+
+    @property
     def text(self) -> str:
-        """The content as one text. Parts are joined by line breaks, as in vLLM."""
-        content = self.content or ""
-        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+        """The content as one text. Parts are joined by line breaks, as in vLLM. An answer may be a refusal."""
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None:
+            return self.refusal or ""
+        texts = (part.refusal if part.text is None else part.text for part in self.content)
+        return "\n".join(text for text in texts if text is not None)
+
+    @property
+    def thoughts(self) -> str | None:
+        """The thinking before an answer."""
+        content = () if isinstance(self.content, str) else self.content or ()
+        parts = [_thinking(part.thinking or part.reasoning or "") for part in content]
+        return self.reasoning_content or self.reasoning or "\n".join(filter(None, parts)) or None
 
     @property
     def values(self) -> Values:
         """The message as the template gets it."""
-        values: Values = {"role": self.role, "content": self.text}
-        if self.tool_calls:
-            values["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": call.function.values} for call in self.tool_calls
-            ]
-        thinking = self.reasoning_content or self.reasoning
-        for field, value in (("name", self.name), ("tool_call_id", self.tool_call_id), ("reasoning_content", thinking)):
-            if value is not None:
-                values[field] = value
-        return values
+        values: Values = {"role": "tool" if self.role == "function" else self.role, "content": self.text}
+        if calls := self.calls:
+            values["tool_calls"] = [call.values for call in calls]
+        fields = (("name", self.name), ("tool_call_id", self.tool_call_id), ("reasoning_content", self.thoughts))
+        return values | {field: value for field, value in fields if value is not None}
 
 
-class Function(Part):
+def _thinking(value: Any) -> str:
+    """The text of a part of thinking: a text, or text parts."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and part.get("text"))
+
+
+class Function(Copied):
     name: NonEmpty
     description: str | None = None
     parameters: Annotated[Values, AfterValidator(finite)] | None = None
     strict: bool | None = None
+    returns: Values | None = Field(None, alias="return")  # as transformers' get_json_schema writes it
 
 
 class FunctionName(Part):
@@ -133,7 +181,7 @@ class NamedTool(Part):
     function: FunctionName
 
 
-class Tool(Part):
+class Tool(Copied):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -155,9 +203,8 @@ class Rendering(Body):
     @field_validator("tools")
     @classmethod
     def _are_functions(cls, tools: list[Values]) -> list[Values]:
-        for tool in tools:
-            Tool.model_validate(tool)
-        return tools
+        each_checked(Tool, tools)
+        return [{**known(tool, Tool), "function": known(tool["function"], Function)} for tool in tools]
 
     @property
     def generation_prompt(self) -> bool:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from eagle_server.api.schemas.base import Part
+from eagle_server.api.schemas.base import Copied, Part, typed
 from eagle_server.api.schemas.chat import FunctionCall, Message, ToolCallParam, Values
 from eagle_server.api.schemas.generation import FAIL_FAST, NonEmpty, SamplingBody, StopTexts
 from eagle_server.api.schemas.grammar import JsonSchema, finite
-from eagle_server.api.schemas.translated import TranslatedBody, typed, with_system
+from eagle_server.api.schemas.translated import TranslatedBody, with_system
 
 JsonObject = Annotated[Values, AfterValidator(finite)]
 
@@ -26,14 +26,14 @@ class CacheControl(Part):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Part):
-    cache_control: CacheControl | None = None
+class Block(Copied):
+    cache_control: Any = None  # without effect
 
 
 class TextBlockParam(Block):
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = None
+    citations: Any = None
 
 
 def _text_block(text: str) -> Values:
@@ -51,17 +51,17 @@ def _text(blocks: Iterable[TextBlockParam]) -> str:
 
 
 class ToolUseParam(Block):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier answer. `input` should be an object, but may be what a client made of a cut call."""
 
     type: Literal["tool_use"]
-    id: NonEmpty
-    name: NonEmpty
-    input: JsonObject
-    caller: Values | None = None
+    id: str = ""
+    name: str = ""
+    input: Any = Field(default_factory=dict)
+    caller: Any = None
 
     @property
     def call(self) -> ToolCallParam:
-        arguments = json.dumps(self.input, ensure_ascii=False)
+        arguments = self.input if isinstance(self.input, str) else json.dumps(self.input, ensure_ascii=False)
         return ToolCallParam(id=self.id, function=FunctionCall(name=self.name, arguments=arguments))
 
 
@@ -69,9 +69,9 @@ class ToolResultParam(Block):
     """What the tool returned. Templates have no place for `is_error`: the content says it."""
 
     type: Literal["tool_result"]
-    tool_use_id: NonEmpty
+    tool_use_id: str = ""
     content: Texts = Field(default_factory=list)
-    is_error: bool | None = None
+    is_error: Any = None
 
 
 class ThinkingParam(Block):
@@ -79,8 +79,8 @@ class ThinkingParam(Block):
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
-    signature: str | None = None
-    data: str | None = None
+    signature: Any = None
+    data: Any = None
 
 
 BlockParam = Annotated[TextBlockParam | ToolUseParam | ToolResultParam | ThinkingParam, Field(discriminator="type")]
@@ -107,7 +107,7 @@ OWNERS = {
 }
 
 
-class AnthropicMessage(Part):
+class AnthropicMessage(Copied):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 

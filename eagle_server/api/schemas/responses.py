@@ -8,23 +8,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from eagle_server.api.schemas.base import Part
+from eagle_server.api.schemas.base import Copied, Part, each_checked, known, typed
 from eagle_server.api.schemas.chat import Function, FunctionCall, Message, ReasoningEffort, ToolCallParam, Values
 from eagle_server.api.schemas.generation import EXPECTED_STOPS, FAIL_FAST, NonEmpty, SamplingBody, Stops
 from eagle_server.api.schemas.grammar import JsonSchema
-from eagle_server.api.schemas.translated import TranslatedBody, typed, with_system
+from eagle_server.api.schemas.translated import TranslatedBody, with_system
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextContent(Part):
-    """A text part of a message. The other fields of a response's parts are accepted, so that they can be sent back."""
+class TextContent(Copied):
+    """A text part of a message."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Any = None
+    logprobs: Any = None
 
 
 Content = Annotated[
@@ -45,15 +45,15 @@ def _text(content: Iterable[TextContent]) -> str:
     return "\n".join(part.text for part in content)
 
 
-class MessageItemParam(Part):
+class MessageItemParam(Copied):
     """A message. `phase` has no effect."""
 
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    id: str | None = None
-    status: Status | None = None
-    phase: str | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
 
 
 class FunctionCallParam(FunctionCall):
@@ -62,34 +62,34 @@ class FunctionCallParam(FunctionCall):
     type: Literal["function_call"]
     call_id: NonEmpty
     namespace: NonEmpty | None = None
-    id: str | None = None
-    status: Status | None = None
+    id: Any = None
+    status: Any = None
 
 
-class FunctionCallOutput(Part):
+class FunctionCallOutput(Copied):
     """What the called function returned."""
 
     type: Literal["function_call_output"]
     call_id: NonEmpty
     output: Content
-    id: str | None = None
-    status: Status | None = None
+    id: Any = None
+    status: Any = None
 
 
-class ReasoningContent(Part):
+class ReasoningContent(Copied):
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningParam(Part):
+class ReasoningParam(Copied):
     """Thinking of an earlier response. Summaries and encrypted thinking are dropped."""
 
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: list[Any] | None = None
+    id: Any = None
+    summary: Any = None
     content: Annotated[list[ReasoningContent], FAIL_FAST, typed("reasoning_text")] = Field(default_factory=list)
-    encrypted_content: str | None = None
-    status: Status | None = None
+    encrypted_content: Any = None
+    status: Any = None
 
 
 Item = Annotated[
@@ -116,7 +116,7 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class NamespaceTool(Part):
+class NamespaceTool(Copied):
     """Several functions. The model sees each with the namespace before its name."""
 
     type: Literal["namespace"]
@@ -127,9 +127,8 @@ class NamespaceTool(Part):
     @field_validator("tools")
     @classmethod
     def _are_function_tools(cls, tools: list[Values]) -> list[Values]:
-        for tool in tools:
-            FunctionTool.model_validate(tool)
-        return tools
+        each_checked(FunctionTool, tools)
+        return [known(tool, FunctionTool) for tool in tools]
 
 
 class WebSearchTool(Part):
@@ -226,9 +225,9 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
     @field_validator("tools")
     @classmethod
     def _are_tools(cls, tools: list[Values]) -> list[Values]:
-        for tool in tools:
-            TOOLS[tool["type"]].model_validate(tool)
-        return tools
+        for number, tool in enumerate(tools):
+            each_checked(TOOLS[tool["type"]], [tool], first=number)
+        return [known(tool, TOOLS[tool["type"]]) for tool in tools]
 
     @cached_property
     def messages_of_chat(self) -> list[Message]:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError, PydanticUndefined
-
-from eagle_server.api.schemas.base import TEXT_ONLY, Body
+from eagle_server.api.schemas.base import Body
 from eagle_server.api.schemas.chat import ChatRequest, Message, Values
 from eagle_server.api.schemas.generation import SamplingBody
-
-LONGEST_TYPE = 40  # characters of a type that an error repeats
-_MEDIA = re.compile(r"image|video|audio|file|document")
 
 
 class TranslatedBody(Body):
@@ -46,37 +39,6 @@ class TranslatedBody(Body):
         if not self.messages_of_chat:
             yield self.names.get("messages", "messages"), "has nothing to answer"
         yield from self.chat.problems()
-
-
-def typed(
-    *kinds: str,
-    default: str | None = None,
-    of_text: Callable[[str], Values] | None = None,
-    schema: Any = PydanticUndefined,
-) -> BeforeValidator:
-    """A check of a list of objects that differ by `type`. An error names the first type that is not among `kinds`.
-
-    `default`: the type of objects without one. `of_text` allows a text instead of the list, and makes its object; then
-    `schema` is the type that /openapi.json shows.
-    """
-
-    def check(content: Any) -> Any:
-        values = [of_text(content)] if isinstance(content, str) and of_text is not None else content
-        if not isinstance(values, list):
-            raise PydanticCustomError("list", "should be a list" if of_text is None else "should be a string or a list")
-        return [entry(number, value) for number, value in enumerate(values)]
-
-    def entry(number: int, value: Any) -> Values:
-        if not isinstance(value, dict):
-            raise PydanticCustomError("object", "entry {number} should be an object", {"number": number})
-        kind = value.get("type") or default
-        if kind not in kinds:
-            context = {"number": number, "kind": repr(kind)[:LONGEST_TYPE], "kinds": ", ".join(kinds)}
-            context["reads"] = f"{TEXT_ONLY}; " if _MEDIA.search(str(kind)) else ""
-            raise PydanticCustomError("type", "entry {number} is of type {kind}; {reads}supported: {kinds}", context)
-        return {**value, "type": kind}
-
-    return BeforeValidator(check, json_schema_input_type=schema)
 
 
 def with_system(texts: Sequence[str], messages: Sequence[Message]) -> list[Message]:
