@@ -9,8 +9,7 @@ from typing import Any
 from eagle_server.models.config import CheckpointError, ModelConfig, MoEConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.targets.interface import TargetFamily
-from eagle_server.models.targets.llama import llama_layer
-from eagle_server.models.targets.qwen3 import QWEN3
+from eagle_server.models.targets.llama import QWEN3, llama_layer
 
 _DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 

@@ -1,4 +1,5 @@
-"""All target families. To add one: write its file in targets/ and list it in `FAMILIES`."""
+"""All target families. To add one: write its file in targets/, or its row in targets/llama.py, and list it in
+`FAMILIES`."""
 
 from __future__ import annotations
 
@@ -20,14 +21,11 @@ from eagle_server.models.targets.granite_hybrid import GRANITE_HYBRID
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily
 from eagle_server.models.targets.kimi_linear import KIMI_LINEAR
 from eagle_server.models.targets.lfm2 import LFM2, LFM2_MOE
-from eagle_server.models.targets.llama import LLAMA
+from eagle_server.models.targets.llama import LLAMA, MIMO, MISTRAL, QWEN2, QWEN3
 from eagle_server.models.targets.longcat import LONGCAT_FLASH
 from eagle_server.models.targets.mimo_v2 import MIMO_V2
 from eagle_server.models.targets.minicpm3 import MINICPM3
-from eagle_server.models.targets.mistral import MISTRAL
 from eagle_server.models.targets.nemotron_h import NEMOTRON_H
-from eagle_server.models.targets.qwen2 import MIMO, QWEN2
-from eagle_server.models.targets.qwen3 import QWEN3
 from eagle_server.models.targets.qwen3_5 import QWEN3_5
 from eagle_server.models.targets.qwen3_moe import QWEN3_MOE
 from eagle_server.models.targets.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
