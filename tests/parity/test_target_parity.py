@@ -24,7 +24,7 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config_json import read_config
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import FAMILIES, read_target_config
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 from tests.parity.checkpoints import CASES, VOCAB, write
 from tests.parity.checkpoints import FAMILIES as THEIRS
 from tests.support.mimo_v2 import write_xiaomis_config
