@@ -381,6 +381,30 @@ def test_every_reason_to_name_a_head_is_needed():
 
 
 @each_module
+def test_what_a_forward_computes_is_an_argument_and_no_state_of_the_target(path):
+    """Engines with different drafts share a target."""
+    if is_in(name(path), "models.targets"):
+        kept = [
+            at(path, node)
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute) and node.attr == "aux_boundaries"
+        ]
+        assert not kept
+
+
+@each_module
+def test_an_engine_is_assembled_by_constructors_alone(path):
+    """What an object needs stands in its constructor: nothing sets an attribute of it later."""
+    if is_in(name(path), "engine.assembly"):
+        assigned = [target for node in ast.walk(tree(path)) if isinstance(node, ast.Assign) for target in node.targets]
+        flat = [each for target in assigned for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        poked = [
+            at(path, each) for each in flat if isinstance(each, ast.Attribute) and ast.unparse(each.value) != "self"
+        ]
+        assert not poked
+
+
+@each_module
 def test_a_cycle_asks_ops_what_a_device_is(path):
     """`ops.device` has the questions with their names, so that a cycle has no conditions on a device's type."""
     if is_in(name(path), "worker", "cache", "speculation", "scheduling", "attention.torch_native"):

@@ -19,7 +19,7 @@ from eagle_server.text.markers import Syntax
 from eagle_server.text.reasoning_formats import ReasoningFormat, find_reasoning_format
 from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer, media_tokens
-from eagle_server.text.tool_formats import ToolFormat, find_format
+from eagle_server.text.tools.formats import ToolFormat, find_format
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.attention.recurrent import DenseRows
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from eagle_server.cache.states import StatePool
 from eagle_server.ops.native.recurrent import NativeSequences, NativeStates
-from eagle_server.ops.recurrent import RecurrentLayer, after_path, recurrent_nodes, tree_taps
-from eagle_server.ops.recurrent_kernels import Trees, computed, delta_trees
+from eagle_server.ops.recurrent.kernels import Trees, computed, delta_trees
+from eagle_server.ops.recurrent.nodes import RecurrentLayer, after_path, recurrent_nodes, tree_taps
 from eagle_server.speculation.tree import Tree
 
 NativeStatesOfRows = tuple[NativeStates, Sequence[NativeSequences]]  # the rows in order, in groups

@@ -10,8 +10,8 @@ from torch import Tensor
 from eagle_server.ops.device import upload
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.recurrent import NativeStates
-from eagle_server.ops.recurrent import RecurrentNodes, RecurrentShape, after_path
-from eagle_server.ops.recurrent_kernels import computed, keep_paths
+from eagle_server.ops.recurrent.kernels import computed, keep_paths
+from eagle_server.ops.recurrent.nodes import RecurrentNodes, RecurrentShape, after_path
 
 
 class StatePool:

@@ -10,7 +10,7 @@ import torch
 
 from eagle_server.cache.pool import KVShape
 from eagle_server.models.ranks import RankGroup
-from eagle_server.ops.recurrent import RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 
 class CheckpointError(ValueError):

@@ -23,7 +23,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation
 from eagle_server.ops.native.decoder import DeltaWeights
 from eagle_server.ops.native.recurrent import NativeStates
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 
 class GatedDeltaNet(nn.Module):

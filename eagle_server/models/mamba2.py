@@ -23,7 +23,7 @@ from eagle_server.models.config import CheckpointError, ModelConfig, RecurrentCo
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Linear, Views
 from eagle_server.ops.fused import Rotation
-from eagle_server.ops.recurrent import RecurrentLayer, RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
 
 NormOrder = Literal["after gate", "before gate"]
 

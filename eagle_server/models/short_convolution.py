@@ -15,7 +15,7 @@ from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear, Views
 from eagle_server.ops.fused import Rotation
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 
 class ShortConvolution(nn.Module):

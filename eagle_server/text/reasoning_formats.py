@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.tool_formats import CALL, CHANNEL, END, HARMONY, MESSAGE, RETURN, START
-from eagle_server.text.tool_grammars import literal, terminals
+from eagle_server.text.tools.formats import CALL, CHANNEL, END, HARMONY, MESSAGE, RETURN, START
+from eagle_server.text.tools.grammars import literal, terminals
 
 _ANY, _BREAKS = r"/(.|\n)*/", r"/\n{0,2}/"
 

@@ -6,8 +6,8 @@ import re
 
 from eagle_server.text.markers import WHITESPACE, overlap, without_leading_space
 from eagle_server.text.reasoning_formats import ReasoningFormat
-from eagle_server.text.tool_formats import CALL, CHANNEL, END, GPT_OSS, MESSAGE, RETURN, START
-from eagle_server.text.tool_parser import ParsedText, ToolCallParser
+from eagle_server.text.tools.formats import CALL, CHANNEL, END, GPT_OSS, MESSAGE, RETURN, START
+from eagle_server.text.tools.parser import ParsedText, ToolCallParser
 
 _BEGINNINGS = (START, CHANNEL, MESSAGE, "to=")  # of a header, after spaces
 _ENDS = (END, RETURN, CALL)

@@ -53,6 +53,8 @@ class Verifier:
 
     ranks: those above 0 are told to run theirs, see `worker.follower`.
 
+    aux_boundaries: the residual streams that form the drafter's features, see `Target`; (): the last hidden states do.
+
     captured_rows: rows of the largest captured verify forward; 0: none. All captured ones write their logits to one
     buffer, so they are valid until the next verification.
     """
@@ -66,9 +68,10 @@ class Verifier:
         ranks: RankGroup | None = None,
         captured_rows: int = 0,
         states: RequestStates | None = None,
+        aux_boundaries: tuple[int, ...] = (),
     ) -> None:
         self.target, self.attention, self.pool, self.states = target, attention, pool, states
-        self.graphs, self.ranks = graphs or Graphs(), ranks
+        self.graphs, self.ranks, self.aux_boundaries = graphs or Graphs(), ranks, aux_boundaries
         size = (captured_rows, target.config.vocab_size)
         self._logits = torch.empty(size, dtype=torch.float32, device=target.embed.device)
 
@@ -117,7 +120,7 @@ class Verifier:
         tokens, positions = verify.draft_token.clamp(min=0), verify.positions
         if tree.rows is not None:
             tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
-        out = self.target(tokens, positions, bound)
+        out = self.target(tokens, positions, bound, self.aux_boundaries)
         return Verified(self.target.logits(out.hidden, logits), self._features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
@@ -146,7 +149,7 @@ class Verifier:
         """
         recurrent = None if self.states is None else PromptRows(self.states.pool, pieces, saves)
         bound = self.attention.plan(batch.attention.layout).bind(replace(batch.attention, recurrent=recurrent))
-        out = self.target(batch.tokens, batch.positions, bound)
+        out = self.target(batch.tokens, batch.positions, bound, self.aux_boundaries)
         hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
         return self._features(out), self.target.logits(hidden)
 

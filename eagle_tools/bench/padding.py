@@ -104,7 +104,7 @@ def pad_target(
     """
     config = _widened(model.config, shape, dtype)
     with created_as(dtype, device):
-        wide = TargetModel(config, context, model.aux_boundaries)
+        wide = TargetModel(config, context)
     wide.requires_grad_(requires_grad=False).eval()
     _Widening(model.config, config, torch.Generator(device).manual_seed(_SEED)).fill(wide, model)
     pack_linears(wide)
@@ -159,7 +159,6 @@ def load_demo(context: int) -> tuple[TargetModel, Eagle3Head]:
     target = load_family_target(DEMO / "target", Loading(context=context, progress=False), dtype="float32")
     head = load_draft(DEMO / "eagle3", target, Loading(context=context, progress=False))
     assert isinstance(head, Eagle3Head)
-    target.aux_boundaries = head.aux_boundaries
     return target, head
 
 

@@ -60,7 +60,7 @@ def rarest_token(target: TargetModel, stream: np.ndarray) -> int:
 
 
 def new_block(target: TargetModel, recipe: BlockRecipe, mask_token_id: int) -> NewBlock:
-    """A new head, whose edges are zero and whose convolutions are the identity. `target` gets its aux boundaries."""
+    """A new head, whose edges are zero and whose convolutions are the identity."""
     if recipe.block_size < (1 if recipe.next_token else 2):
         raise ValueError(f"a block of {recipe.block_size} rows drafts nothing")
     boundaries = recipe.boundaries or default_boundaries(target.config.num_layers)
@@ -84,7 +84,6 @@ def new_block(target: TargetModel, recipe: BlockRecipe, mask_token_id: int) -> N
         borrowed = TargetWeights(target.embed.detach(), target.lm_head)
         head = BlockHead(config, target.rope.cos.shape[0], borrowed)
     _initialize(head, target)
-    target.aux_boundaries = boundaries
     return NewBlock(head, published)
 
 
@@ -134,7 +133,7 @@ def _published(
 
 
 def train_block(target: TargetModel, corpus: Corpus, recipe: BlockRecipe, directory: Path) -> NewBlock:
-    """Train a head in `directory`, or finish its training. `target` is frozen; its aux boundaries become the head's."""
+    """Train a head in `directory`, or finish its training. `target` is frozen."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
     inputs, samples = begin(target, corpus, recipe, directory)
@@ -151,7 +150,7 @@ def train_block(target: TargetModel, corpus: Corpus, recipe: BlockRecipe, direct
         own = step % 2 == 1 and len(samples.train) > 0
         count = max(1, recipe.anchors * window.shape[1] // recipe.length)
         with torch.autocast(device.type, torch.bfloat16):
-            lesson = lesson_of(target, window, everything)
+            lesson = lesson_of(target, window, everything, new.head.aux_boundaries)
             first = recipe.length // 2 if own else 0  # behind the longest prompt
             anchors = drawn_anchors(lesson, first, count, recipe.block_size, step)
             return loss_of(new.head, lesson, anchors, recipe), {}
@@ -219,6 +218,6 @@ def _scores_of(
     """The scores of blocks from row `first` on, a few texts at a time."""
     everything = torch.arange(target.config.vocab_size, device=window.device)
     for part in window.split(_EVALUATED):
-        lesson: Lesson = teach(target, part, everything)
+        lesson: Lesson = teach(target, part, everything, head.aux_boundaries)
         anchors = drawn_anchors(lesson, first, _EVALUATED_BLOCKS, recipe.block_size, seed=0)
         yield block_scores(head, lesson, anchors)

@@ -76,7 +76,7 @@ class OwnTexts:
 def train_head(
     target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path, start: str | Path | None = None
 ) -> NewHead:
-    """Train a head in `directory`, or finish its training. `target` is frozen; its aux boundaries become the head's.
+    """Train a head in `directory`, or finish its training. `target` is frozen.
 
     start: a checkpoint directory or Hub id to train on from, which has the head's shape; None: a new head.
 
@@ -100,7 +100,7 @@ def train_head(
         window = at_most(recipe.texts, window, recipe.length)
         temperature = recipe.temperatures[step // 2 % len(recipe.temperatures)]  # for each kind of text
         with torch.autocast(device.type, torch.bfloat16):
-            lesson = lesson_of(target, window, draft_ids, temperature)
+            lesson = lesson_of(target, window, draft_ids, new.head.aux_boundaries, temperature)
             return loss_of(new.head, lesson, recipe.passes, recipe.loss)[0], {}
 
     @torch.no_grad()
@@ -159,12 +159,13 @@ def evaluate_head(
     are drafted with the noise of the target's draws ("coupled").
     """
     draft_ids, device, numbers = new.draft_ids(), target.embed.device, {}
+    boundaries = new.head.aux_boundaries
     length = samples.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
-    numbers["held-out loss"] = float(ttt_loss(new.head, teach(target, held_out, draft_ids), passes)[0])
+    numbers["held-out loss"] = float(ttt_loss(new.head, teach(target, held_out, draft_ids, boundaries), passes)[0])
     for label, texts in (("T=0", samples.greedy), ("T=1", samples.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
-        lesson = teach(target, window, draft_ids)
+        lesson = teach(target, window, draft_ids, boundaries)
         _, hits = ttt_loss(new.head, lesson, passes)
         written = written_part(hits, length)
         for index, accuracy in enumerate(accuracies(written)):

@@ -55,7 +55,7 @@ def frequent_ids(stream: np.ndarray, vocab: int, count: int) -> Tensor:
 
 
 def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor, intermediate_size: int) -> NewHead:
-    """An EAGLE-3 head with one layer of the target's shape. It sets `target.aux_boundaries` to `boundaries`."""
+    """An EAGLE-3 head with one layer of the target's shape."""
     vocab, count = target.config.vocab_size, len(draft_ids)
     published = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -79,12 +79,11 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
     _initialize(head)
     if count < vocab:
         head.set_vocabulary(draft_ids.to(target.embed.device))
-    target.aux_boundaries = tuple(boundaries)
     return NewHead(head, published)
 
 
 def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
-    """The head of a checkpoint directory or Hub id, to train it further. It sets `target.aux_boundaries` to the head's.
+    """The head of a checkpoint directory or Hub id, to train it further.
 
     Raises:
         CheckpointError: no head for this target, or not of this kind.
@@ -97,7 +96,6 @@ def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
     if any(head.config.windows):
         raise ValueError(f"{path}: heads with sliding windows cannot be trained yet")
     head.requires_grad_(requires_grad=True).train()
-    target.aux_boundaries = head.aux_boundaries
     return NewHead(head, read_config(directory))
 
 
@@ -135,7 +133,6 @@ def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
             EagleConfig(read_target_config(published), fc_bias=False), target.rope.cos.shape[0], _borrowed(target)
         )
     _initialize(head)
-    target.aux_boundaries = ()
     return NewHead(head, published)
 
 

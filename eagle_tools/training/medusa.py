@@ -55,7 +55,6 @@ def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: b
                 view.copy_(lm_head)
             else:
                 view.zero_()
-    target.aux_boundaries = ()
     return model
 
 

@@ -68,7 +68,6 @@ def new_redrafter(
         "num_draft_layers": draft_layers,
         "rnn": rnn,
     }
-    target.aux_boundaries = ()
     return NewRedrafter(head, published)
 
 

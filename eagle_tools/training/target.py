@@ -43,10 +43,10 @@ DEMO_TARGET: dict[str, object] = {
 }
 
 
-def build_target(aux_boundaries: tuple[int, ...] = ()) -> TargetModel:
+def build_target() -> TargetModel:
     """The demo target's architecture with fresh weights."""
     config = read_target_config(DEMO_TARGET)
-    model = TargetModel(config, config.max_position, aux_boundaries)
+    model = TargetModel(config, config.max_position)
     initialize(model, config.num_layers)
     return model
 

@@ -135,7 +135,7 @@ def _trained_head(target: TargetModel, kind: Kind, steps: int, seed: int) -> New
     optimizers, draft_ids = Optimizers.of(new.head), new.draft_ids()
     for step in range(steps):
         window = texts[torch.randint(_TEXTS, (_BATCH,), generator=generator)]
-        loss, _ = ttt_loss(new.head, teach(target, window, draft_ids), _PASSES)
+        loss, _ = ttt_loss(new.head, teach(target, window, draft_ids, new.head.aux_boundaries), _PASSES)
         loss.backward()
         optimizers.step(0.01 * (1 - step / steps))
     return new

@@ -73,11 +73,20 @@ class Lesson:
 
 
 @torch.no_grad()
-def teach(target: TargetModel, window: Tensor, draft_ids: Tensor, temperature: float = 1.0) -> Lesson:
-    """The lesson of the texts `window` [batch, length + 2], for a head with the draft vocabulary `draft_ids` [Vd]."""
+def teach(
+    target: TargetModel,
+    window: Tensor,
+    draft_ids: Tensor,
+    aux_boundaries: tuple[int, ...] = (),
+    temperature: float = 1.0,
+) -> Lesson:
+    """The lesson of the texts `window` [batch, length + 2], for a head with the draft vocabulary `draft_ids` [Vd].
+
+    aux_boundaries: those of the head, see `DraftModel`.
+    """
     batch, seen = window.shape[0], window[:, :-1]
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
-    output = target(seen.reshape(-1), places.reshape(-1), DenseCausal(batch))
+    output = target(seen.reshape(-1), places.reshape(-1), DenseCausal(batch), aux_boundaries)
     features = (output.hidden if output.aux is None else output.aux).unflatten(0, (batch, -1))
     hidden = output.hidden.unflatten(0, (batch, -1))
     return Lesson(

@@ -1,4 +1,4 @@
-// Recurrent layers along the paths of trees. The reference is eagle_server/ops/recurrent.py, with the rules.
+// Recurrent layers along the paths of trees. The reference is eagle_server/ops/recurrent/nodes.py, with the rules.
 //
 // A state S [K, V] of a head is advanced node by node, S' = e^g S + k u^T, in an order that no other row, node or head changes. So a node of a tree has the same bits as its token in a prompt or in plain decoding, and
 // `keep_states` repeats the same operations from the k, u and g that nodes stored. Columns of S do not depend on each other:

@@ -1,4 +1,4 @@
-// One node of a recurrent layer over some columns of one head's state. The rules are those of eagle_server/ops/recurrent.py.
+// One node of a recurrent layer over some columns of one head's state. The rules are those of eagle_server/ops/recurrent/nodes.py.
 #pragma once
 
 #include <algorithm>

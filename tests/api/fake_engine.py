@@ -28,7 +28,7 @@ from eagle_server.request import (
     TokenDelta,
     TokenLogprob,
 )
-from eagle_server.text.tool_formats import HARMONY
+from eagle_server.text.tools.formats import HARMONY
 
 EOS = "<|eos|>"  # the reply ends here
 REFUSE = "<|refuse|>"  # the engine refuses the request

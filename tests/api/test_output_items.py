@@ -10,8 +10,8 @@ from eagle_server.api.endpoints.output_items import ItemBegins, ItemEnds, ItemGr
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.text.reasoning_formats import REASONING_FORMATS
 from eagle_server.text.reasoning_parser import ReasoningParser
-from eagle_server.text.tool_formats import FORMATS
-from eagle_server.text.tool_parser import ToolCallParser
+from eagle_server.text.tools.formats import FORMATS
+from eagle_server.text.tools.parser import ToolCallParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BROKEN = '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>'

@@ -17,7 +17,7 @@ from eagle_server.attention.spec_info import retrive_links
 from eagle_server.cache.states import StatePool
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import keep_accepted
-from eagle_server.ops.recurrent import RecurrentLayer, RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
@@ -30,7 +30,7 @@ from tests.support.drafts import Pool, scored
 from tests.support.kernels import climb
 from tests.support.kernels import random_parents as random_trees
 from tests.support.reference import verify_tree_greedy
-from tests.unit.ops.test_recurrent import QWEN3_5_9B, SHAPES, random_layer
+from tests.unit.ops.recurrent.test_nodes import QWEN3_5_9B, SHAPES, random_layer
 
 TREES = [(1, 1, 1, 2), (3, 2, 3, 7), (2, 4, 3, 13), (5, 8, 6, 64), (2, 10, 7, 129)]  # bs, topk, steps, nodes
 

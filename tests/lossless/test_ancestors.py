@@ -107,7 +107,7 @@ def largest_error(pair: Pair, size: int) -> float:
     assert sum(tree.moved for tree in trees) > len(trees), "no tree in which a node changes its column proves nothing"
     errors = []
     for tree in trees:
-        features = features_of(pair.target, tree.text[:-1])
+        features = features_of(pair.target, tree.text[:-1], pair.head.aux_boundaries)
         first = pair.head.logits(extend(pair.head, features, tree.text, Recording()).normed[-1:])
         best = pair.head.target_ids(first.topk(TOPK).indices[0]).tolist()
         assert sorted(path[0] for path, _ in tree.nodes[:TOPK]) == sorted(best)

@@ -52,7 +52,7 @@ def worst_cached_slot(pair: Pair, engine: Engine) -> tuple[float, float, int]:
     for tokens, pages in cached_texts(radix):
         slots = (torch.tensor(pages)[:, None] * radix.page_size + torch.arange(radix.page_size)).view(-1)
         target, draft = Recording(), Recording()
-        features = features_of(pair.target, tokens[:-1], target)
+        features = features_of(pair.target, tokens[:-1], pair.head.aux_boundaries, target)
         extend(pair.head, features, tokens, draft)
         target_error = torch.maximum(target_error, difference(target_pool, slots, target))
         draft_error = torch.maximum(draft_error, difference(draft_pool, slots, draft))

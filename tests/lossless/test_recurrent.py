@@ -20,7 +20,7 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops import recurrent_kernels
+from eagle_server.ops.recurrent import kernels as recurrent_kernels
 from eagle_server.request import FinishReason, Request
 from tests.lossless.scenes import as_on_a_gpu
 from tests.parity.checkpoints import CASES, VOCAB, write

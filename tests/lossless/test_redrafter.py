@@ -37,7 +37,6 @@ def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monke
     engine = speculative(target, pair.head, 3, 4, chunked_prefill_size=5)
     written = run(engine, [request(0, prompt, max_tokens=40, ignore_eos=True)])["0"].tokens
     text = torch.tensor(prompt + written)
-    target.aux_boundaries = ()
     hidden = target(text, torch.arange(len(text)), DenseCausal(1)).hidden
     assert len({length for length, _, _ in seen}) == len(seen) > 5
     assert any(b - a > 1 for (a, *_), (b, *_) in zip(seen, seen[1:], strict=False))

@@ -182,8 +182,7 @@ def test_every_layer_of_mimo_v2_reads_the_targets_stream(tmp_path: Path) -> None
     hook = theirs.model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0][0]))
     first = theirs(text[None]).logits[0, -1].argmax()[None]
     hook.remove()
-    target.aux_boundaries = head.aux_boundaries
-    features = target(text, torch.arange(20), DenseWindows(1, 20)).aux
+    features = target(text, torch.arange(20), DenseWindows(1, 20), head.aux_boundaries).aux
     assert features is not None
     torch.testing.assert_close(features, streams[0], atol=2e-4, rtol=1e-4)
 
@@ -217,8 +216,7 @@ def test_every_layer_of_step_reads_the_stream_of_the_one_before(tmp_path: Path) 
     hook = theirs.model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0][0]))
     first = theirs(text[None]).logits[0, -1].argmax()[None]
     hook.remove()
-    target.aux_boundaries = head.aux_boundaries
-    features = target(text, torch.arange(20), DenseWindows(1, 20)).aux
+    features = target(text, torch.arange(20), DenseWindows(1, 20), head.aux_boundaries).aux
     assert features is not None
     torch.testing.assert_close(features, streams[0], atol=2e-4, rtol=1e-4)
 

@@ -24,7 +24,7 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config_json import read_config
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import FAMILIES, read_target_config
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 from tests.parity.checkpoints import CASES, VOCAB, write
 from tests.parity.checkpoints import FAMILIES as THEIRS
 from tests.support.mimo_v2 import write_xiaomis_config
@@ -147,9 +147,8 @@ def test_aux_boundaries_are_the_residual_streams_of_transformers(tmp_path: Path)
     """hidden_states[b] of transformers is the stream after b layers. Its last entry is after the final norm."""
     theirs = write(CASES["llama"], tmp_path)
     ours = load_target(tmp_path, Loading(progress=False), dtype="float32")
-    ours.aux_boundaries = (0, 2)
     tokens = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
-    output = ours(tokens[0], torch.arange(9), DenseCausal(1))
+    output = ours(tokens[0], torch.arange(9), DenseCausal(1), (0, 2))
     states = theirs(tokens, output_hidden_states=True).hidden_states
     assert output.aux is not None
     torch.testing.assert_close(output.aux, torch.cat([states[0], states[2]], -1)[0], atol=TOLERANCE, rtol=0)

@@ -191,7 +191,6 @@ CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.
 def test_paged_logits_and_features_equal_transformers(name: str, tmp_path: Path) -> None:
     """Unequal prompts in two chunks, then one token each. Also the residual streams for EAGLE-3 heads."""
     theirs, ours = write({**CASES, **NATIVE}[name], tmp_path), load(tmp_path)
-    ours.aux_boundaries = (0, 2)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(VOCAB, (n,), generator=generator) for n in (5, 16, 17, 45)]
     lens = [len(prompt) for prompt in prompts]
@@ -202,7 +201,7 @@ def test_paged_logits_and_features_equal_transformers(name: str, tmp_path: Path)
         torch.testing.assert_close(torch.cat(parts), theirs(prompt[None]).logits[0], atol=TOLERANCE, rtol=0)
     if any(ours.config.windows):
         return  # the rest compares dense features
-    out = ours(prompts[1], torch.arange(16), DenseCausal(1))
+    out = ours(prompts[1], torch.arange(16), DenseCausal(1), (0, 2))
     states = theirs(prompts[1][None], output_hidden_states=True).hidden_states
     assert out.aux is not None
     torch.testing.assert_close(out.aux, torch.cat([states[0], states[2]], -1)[0], atol=TOLERANCE, rtol=0)

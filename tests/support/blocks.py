@@ -245,7 +245,6 @@ def trained_block(spec: BlockSpec, target: TargetModel, *, block_size: int, step
     torch.manual_seed(seed)
     prompts = torch.randint(target.config.vocab_size, (96, 4), generator=generator)
     texts = continue_texts(target, prompts, 40, torch.tensor([0.0, 1.0]).repeat(48), generator)
-    target.aux_boundaries = tuple(spec.boundaries)
     learned = [tensor.requires_grad_() for tensor in spec.tensors.values() if tensor.is_floating_point()]
     optimizer = torch.optim.Adam(learned, lr=0.01)
     first = 0 if spec.next_token else 1
@@ -254,7 +253,7 @@ def trained_block(spec: BlockSpec, target: TargetModel, *, block_size: int, step
     for step in range(steps):
         text = texts[step % len(texts)]
         with torch.no_grad():
-            features = features_of(target, text.tolist())
+            features = features_of(target, text.tolist(), tuple(spec.boundaries))
         y = block_rows(spec, target, features, text[starts], starts, block_size)[:, first:]
         logits = F.linear(y, target.lm_head.dense_weight())
         loss = F.cross_entropy(logits.flatten(0, 1), text[answers].flatten())
@@ -264,7 +263,6 @@ def trained_block(spec: BlockSpec, target: TargetModel, *, block_size: int, step
         optimizer.step()
     for tensor in learned:
         tensor.requires_grad_(requires_grad=False)
-    target.aux_boundaries = ()
     torch.set_rng_state(state)
 
 

@@ -91,7 +91,7 @@ def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / steps)
         window = texts[torch.randint(len(texts), (24,), generator=generator)]
-        loss, _ = ttt_loss(head, teach(target, window, everything), 3)
+        loss, _ = ttt_loss(head, teach(target, window, everything, head.aux_boundaries), 3)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -28,9 +28,11 @@ class Recording(BoundAttention):
         return self._causal.run(q, k, v, layer)
 
 
-def features_of(target: TargetModel, tokens: Sequence[int], attention: Recording | None = None) -> Tensor:
-    """The head's input features at every token: the captured residual streams, or else the last hidden state."""
-    out = target(torch.tensor(tokens), torch.arange(len(tokens)), attention or Recording())
+def features_of(
+    target: TargetModel, tokens: Sequence[int], aux_boundaries: tuple[int, ...] = (), attention: Recording | None = None
+) -> Tensor:
+    """A head's input features at every token: the residual streams at its boundaries, or else the last hidden state."""
+    out = target(torch.tensor(tokens), torch.arange(len(tokens)), attention or Recording(), aux_boundaries)
     return out.hidden if out.aux is None else out.aux
 
 

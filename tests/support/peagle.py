@@ -17,14 +17,14 @@ def trained_peagle(head: PEagleHead, target: TargetModel, *, levels: int, steps:
     torch.manual_seed(seed)
     prompts = torch.randint(target.config.vocab_size, (96, 4), generator=generator)
     texts = continue_texts(target, prompts, 40, torch.tensor([0.0, 1.0]).repeat(48), generator)
-    target.aux_boundaries, head.mask_hidden.data = head.aux_boundaries, torch.randn_like(head.mask_hidden)
+    head.mask_hidden.data = torch.randn_like(head.mask_hidden)
     learned = list(head.requires_grad_().parameters())
     optimizer, everything = torch.optim.Adam(learned, lr=0.005), torch.arange(head.draft_vocab_size)
     draft_ids = torch.full((target.config.vocab_size,), -100).index_copy(0, head.target_ids(everything), everything)
     for step in range(steps):
         text = texts[step % len(texts)]
         with torch.no_grad():
-            features = features_of(target, text.tolist())
+            features = features_of(target, text.tolist(), head.aux_boundaries)
         loss = torch.zeros(())
         for length in torch.randint(1, texts.shape[1] - levels, (4,), generator=generator).tolist():
             positions = torch.arange(length + levels - 1)[None]
@@ -37,5 +37,4 @@ def trained_peagle(head: PEagleHead, target: TargetModel, *, levels: int, steps:
         optimizer.param_groups[0]["lr"] = 0.005 * (1 - step / steps)
         optimizer.step()
     head.requires_grad_(requires_grad=False)
-    target.aux_boundaries = ()
     torch.set_rng_state(state)

@@ -13,7 +13,7 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.attention.recurrent import DenseRows
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key

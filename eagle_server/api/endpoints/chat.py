@@ -22,7 +22,7 @@ from eagle_server.api.generation.response_parts import (
 )
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service
-from eagle_server.text.tool_parser import ToolCallDelta
+from eagle_server.text.tools.parser import ToolCallDelta
 
 ROLE = "assistant"
 

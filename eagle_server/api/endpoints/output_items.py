@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from eagle_server.api.generation.request_state import OutputDelta
-from eagle_server.text.tool_parser import ToolCallDelta
+from eagle_server.text.tools.parser import ToolCallDelta
 
 
 @dataclass

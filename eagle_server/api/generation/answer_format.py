@@ -16,10 +16,10 @@ from eagle_server.text.markers import Syntax
 from eagle_server.text.reasoning_formats import ReasoningFormat
 from eagle_server.text.reasoning_parser import ChannelParser, ReasoningParser
 from eagle_server.text.tokenizer import Tokenizer
-from eagle_server.text.tool_formats import ToolFormat
-from eagle_server.text.tool_grammars import argument_schema, call_grammar
-from eagle_server.text.tool_json import Functions
-from eagle_server.text.tool_parser import ToolCallParser
+from eagle_server.text.tools.formats import ToolFormat
+from eagle_server.text.tools.grammars import argument_schema, call_grammar
+from eagle_server.text.tools.json_calls import Functions
+from eagle_server.text.tools.parser import ToolCallParser
 
 
 @dataclass(frozen=True)

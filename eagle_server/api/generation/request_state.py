@@ -13,7 +13,7 @@ from eagle_server.text.detokenizer import IncrementalDetokenizer
 from eagle_server.text.reasoning_parser import ReasoningParser
 from eagle_server.text.stop_strings import StopStrings
 from eagle_server.text.tokenizer import Tokenizer
-from eagle_server.text.tool_parser import ParsedText, ToolCallDelta, join
+from eagle_server.text.tools.parser import ParsedText, ToolCallDelta, join
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,6 @@ def assemble(
     ranks = around.ranks
     device = target.embed.device
     _check(draft, config)
-    target.aux_boundaries = draft.aux_boundaries if draft is not None else ()
     backends = Backends(config, device, around.flashinfer)
     graphs = Graphs(around.recorder or _recorder(config, device))
     target_pool = make_pool(target.config, config.kv_slots, device)
@@ -118,7 +117,8 @@ def assemble(
     )
     drafting = _drafting(config, draft, drafter, batches, ragged=attention.ragged_trees)
     captured = max(config.graph_sizes, default=0) * config.tree.nodes
-    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states)
+    boundaries = () if draft is None else draft.aux_boundaries
+    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states, boundaries)
     worker = Worker(verifier, drafting, batches, config.acceptance, overlaps=graphs.captures)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)

@@ -12,7 +12,7 @@ from typing import Any
 import llguidance
 
 from eagle_server.request import Grammar
-from eagle_server.text.tool_grammars import JSON, json_rule, literal
+from eagle_server.text.tools.grammars import JSON, json_rule, literal
 
 # Otherwise a mask allows only one tokenization of a text that the grammar forces.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'

@@ -26,10 +26,9 @@ class TargetModel(nn.Module):
     `context` is the number of positions in the RoPE table.
     """
 
-    def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
+    def __init__(self, config: ModelConfig, context: int) -> None:
         super().__init__()
         self.config = config
-        self.aux_boundaries = tuple(aux_boundaries)
         self.ranks = None if config.split is None else config.split.ranks
         rows = config.vocab_size if self.ranks is None else -(-config.vocab_size // self.ranks.size)
         self.embed = nn.Parameter(torch.empty(rows, config.hidden_size))
@@ -45,11 +44,13 @@ class TargetModel(nn.Module):
             self.lm_head.weight = self.embed
         self._native: NativeDecoder | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
-        """tokens, positions [rows] -> hidden states of every row."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: BoundAttention, aux_boundaries: Sequence[int] = ()
+    ) -> TargetOutput:
+        """See `Target`."""
         x = self._embedded(tokens)
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)  # [rows, layers, size]
-        at_once = attention.decode(self._native, x, None, positions, self.aux_boundaries, inputs)
+        at_once = attention.decode(self._native, x, None, positions, aux_boundaries, inputs)
         if at_once is not None:
             hidden, _, aux = at_once
             return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
@@ -58,13 +59,13 @@ class TargetModel(nn.Module):
         captured: list[Tensor] = []
         residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
-            if boundary in self.aux_boundaries:  # a copy, because layers may overwrite their arguments
+            if boundary in aux_boundaries:  # a copy, because layers may overwrite their arguments
                 captured.append(x.clone() if residual is None else residual + x)
             slides = bool(self.config.windows and self.config.windows[boundary])
             own = None if inputs is None else inputs[:, boundary]
             x, residual = layer(x, residual, local_rope if slides else rope, attention, own)
         hidden, stream = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
-        if len(self.layers) in self.aux_boundaries:
+        if len(self.layers) in aux_boundaries:
             captured.append(stream)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 

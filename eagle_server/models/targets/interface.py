@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ class TargetOutput:
     """The result of one target forward.
 
     hidden: [rows, hidden] after the final norm: the input of `logits`, and the feature of EAGLE-1/2 heads.
-    aux: [rows, n * hidden], the residual streams at `aux_boundaries`, from low to high; None if there are none.
+    aux: [rows, n * hidden], the residual streams that were asked for, side by side; None if none were.
     """
 
     hidden: Tensor
@@ -28,11 +28,10 @@ class TargetOutput:
 class Target(Protocol):
     """The target as verification and drafters use it: a `TargetModel` or a `TransformersTarget`.
 
-    Boundary b in `aux_boundaries` is the residual stream after b layers.
+    It keeps nothing of a forward, so engines with different drafts can share it.
     """
 
     config: ModelConfig
-    aux_boundaries: tuple[int, ...]
     lm_head: Linear
 
     @property
@@ -45,8 +44,13 @@ class Target(Protocol):
         """Whether one native call computes all layers."""
         ...
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
-        """tokens, positions [rows] -> hidden states of every row."""
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: BoundAttention, aux_boundaries: Sequence[int] = ()
+    ) -> TargetOutput:
+        """tokens, positions [rows] -> hidden states of every row, and the residual streams at `aux_boundaries`.
+
+        Boundary b is the stream after b layers. `aux_boundaries` increase.
+        """
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

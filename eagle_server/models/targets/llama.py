@@ -51,10 +51,9 @@ def _flags(
     windows(raw, layers): the sliding windows where `layer_types` does not tell them; None: the family has none.
     """
     bias = bool(raw.get("attention_bias", False))
+    given = config.windows if windows is None else windows(raw, config.num_layers)
     if windows is not None and raw.get("sliding_window") and raw.get("layer_types"):
         given = windows_by_type(raw, config.num_layers, source)
-    else:
-        given = () if windows is None else windows(raw, config.num_layers)
     return replace(
         config,
         qkv_bias=qkv_bias or bias,

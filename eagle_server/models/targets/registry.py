@@ -10,25 +10,25 @@ from torch import nn
 
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import architecture_name, common_config
-from eagle_server.models.targets.bamba import BAMBA
 from eagle_server.models.targets.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from eagle_server.models.targets.falcon_h1 import FALCON_H1
 from eagle_server.models.targets.gemma3 import GEMMA3
 from eagle_server.models.targets.gemma4 import GEMMA4
 from eagle_server.models.targets.glm4_moe import GLM4_MOE
 from eagle_server.models.targets.gpt_oss import GPT_OSS
-from eagle_server.models.targets.granite_hybrid import GRANITE_HYBRID
+from eagle_server.models.targets.hybrids.bamba import BAMBA
+from eagle_server.models.targets.hybrids.falcon_h1 import FALCON_H1
+from eagle_server.models.targets.hybrids.granite_hybrid import GRANITE_HYBRID
+from eagle_server.models.targets.hybrids.kimi_linear import KIMI_LINEAR
+from eagle_server.models.targets.hybrids.lfm2 import LFM2, LFM2_MOE
+from eagle_server.models.targets.hybrids.nemotron_h import NEMOTRON_H
+from eagle_server.models.targets.hybrids.qwen3_5 import QWEN3_5
+from eagle_server.models.targets.hybrids.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily
-from eagle_server.models.targets.kimi_linear import KIMI_LINEAR
-from eagle_server.models.targets.lfm2 import LFM2, LFM2_MOE
 from eagle_server.models.targets.llama import LLAMA, MIMO, MISTRAL, QWEN2, QWEN3
 from eagle_server.models.targets.longcat import LONGCAT_FLASH
 from eagle_server.models.targets.mimo_v2 import MIMO_V2
 from eagle_server.models.targets.minicpm3 import MINICPM3
-from eagle_server.models.targets.nemotron_h import NEMOTRON_H
-from eagle_server.models.targets.qwen3_5 import QWEN3_5
 from eagle_server.models.targets.qwen3_moe import QWEN3_MOE
-from eagle_server.models.targets.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
 from eagle_server.models.targets.step3p5 import STEP3P5
 
 FAMILIES = (

@@ -8,6 +8,7 @@ experts: native kernels compute them, rounded if asked. All other computation is
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,10 +170,10 @@ class TransformersTarget(nn.Module):
     def __init__(self, model: Any, config: ModelConfig, context: int) -> None:
         super().__init__()
         self.model, self.config, self._last = model, config, min(context, config.max_position) - 1
-        self.aux_boundaries: tuple[int, ...] = ()
         self.link = Link()
         for module in model.modules():
             module.link, module.spec = self.link, None
+        self._wanted: frozenset[int] = frozenset()  # boundaries of the running forward
         self._captured: dict[int, Tensor] = {}
         output = model.get_output_embeddings()
         for module in list(model.modules()):
@@ -214,16 +215,18 @@ class TransformersTarget(nn.Module):
         if layers:
             layers[-1].register_forward_hook(self._capture_last(len(layers)))
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
-        """tokens, positions [rows] -> hidden states of every row."""
-        self.link.attention = attention
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: BoundAttention, aux_boundaries: Sequence[int] = ()
+    ) -> TargetOutput:
+        """See `Target`."""
+        self.link.attention, self._wanted = attention, frozenset(aux_boundaries)
         try:
             out = getattr(self.model, self._decoder)(
                 input_ids=tokens[None], position_ids=positions.clamp(max=self._last)[None], use_cache=False
             )
         finally:
-            self.link.attention = None
-        aux = [self._captured.pop(boundary) for boundary in self.aux_boundaries]
+            self.link.attention, self._wanted = None, frozenset()
+        aux = [self._captured.pop(boundary) for boundary in aux_boundaries]
         return TargetOutput(out.last_hidden_state[0], torch.cat(aux, dim=-1) if aux else None)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -233,14 +236,14 @@ class TransformersTarget(nn.Module):
 
     def _capture(self, boundary: int) -> Any:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if boundary in self.aux_boundaries:
+            if boundary in self._wanted:
                 self._captured[boundary] = (args[0] if args else kwargs["hidden_states"])[0]
 
         return before
 
     def _capture_last(self, boundary: int) -> Any:
         def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-            if boundary in self.aux_boundaries:
+            if boundary in self._wanted:
                 self._captured[boundary] = (out if isinstance(out, Tensor) else out[0])[0]
 
         return after

@@ -21,7 +21,7 @@ from eagle_server.ops.native.structs import (
     LayerStruct,
     PackedStruct,
 )
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 _LARGEST_HEAD = 512
 _ROWS_DTYPES = [torch.int64, torch.int32, torch.int64, torch.int64, torch.int32, torch.bool, torch.int64, torch.int64]

@@ -1,6 +1,6 @@
 """Recurrent layers by the native kernels: bit for bit the same for a token in a prompt, a plain step and a tree.
 
-The torch twin is `ops.recurrent`. It computes the same numbers in another order.
+The torch twin is `ops.recurrent.nodes`. It computes the same numbers in another order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_server.ops.native.library import check_inside, empty, floats, functions, pointer, session
 from eagle_server.ops.native.structs import RecurrentStruct, SequencesStruct
-from eagle_server.ops.recurrent import RULES, RecurrentLayer, RecurrentShape
+from eagle_server.ops.recurrent.nodes import RULES, RecurrentLayer, RecurrentShape
 
 _LARGEST_KERNEL = 16
 

@@ -66,6 +66,10 @@ def target_logits(model: TargetModel, tokens: list[int]) -> Tensor:
     return model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), Recording()).hidden)
 
 
+def features(pair: Pair, tokens: list[int]) -> Tensor:
+    return features_of(pair.target, tokens, pair.head.aux_boundaries)
+
+
 def assert_same(wide: Tensor, narrow: Tensor, relative: float) -> None:
     """Equal on the narrow vocabulary relative to the largest logit; the other logits are never the largest."""
     known = wide[:, : narrow.shape[1]]
@@ -85,19 +89,17 @@ def test_target_logits_are_the_demos(demo: Pair, padded: Pair, prompts: list[lis
 def test_head_logits_are_the_demos_along_a_draft(demo: Pair, padded: Pair, prompts: list[list[int]]) -> None:
     path = prompts[1][:6]
     for prompt in prompts[:3]:
-        narrow, wide = (
-            follow_path(pair.head, features_of(pair.target, prompt)[:-1], prompt, path) for pair in (demo, padded)
-        )
+        narrow, wide = (follow_path(pair.head, features(pair, prompt)[:-1], prompt, path) for pair in (demo, padded))
         assert_same(wide, narrow, 1e-4)
 
 
 def test_the_constant_arrives_unchanged_and_other_padding_stays_zero(padded: Pair, prompts: list[list[int]]) -> None:
     with torch.no_grad():
-        features = features_of(padded.target, prompts[0])
-        hidden = padded.head.combine(features[:-1])
+        streams = features(padded, prompts[0])
+        hidden = padded.head.combine(streams[:-1])
         tokens, positions = torch.tensor(prompts[0][1:]), torch.arange(len(prompts[0]) - 1)
         feedback = padded.head(tokens, hidden, positions, Recording()).feedback
-    for stream in (*features.chunk(3, dim=-1), hidden, feedback):
+    for stream in (*streams.chunk(3, dim=-1), hidden, feedback):
         assert (stream[:, 256] == 2.0**-30).all()
         assert not stream[:, 257:].any()
 

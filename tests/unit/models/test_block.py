@@ -231,7 +231,7 @@ def check_rows(engine: Engine, head: BlockHead, spec: BlockSpec) -> list[int]:
         y = rows(roots, positions, attention)
         for (length, text), root, mine in zip(texts, roots.tolist(), y, strict=True):
             assert text[length] == root
-            features = features_of(target(), text[:length])
+            features = features_of(target(), text[:length], tuple(spec.boundaries))
             by_hand = block_rows(spec, target(), features, *torch.tensor([[root], [length]]), len(mine))[0]
             torch.testing.assert_close(mine, by_hand, rtol=0, atol=1e-4)
             seen.append(length)

@@ -108,9 +108,8 @@ def loaded(directory: Path, form: Format, **options: Any) -> tuple[PEagleHead, T
     return head, tensors
 
 
-def rows_by_hand(tensors: Tensors, text: list[int], rows: int, how: Semantics) -> Tensor:
+def rows_by_hand(tensors: Tensors, features: Tensor, text: list[int], rows: int, how: Semantics) -> Tensor:
     """Logits [rows, draft vocabulary] of the levels under text[-1], by one causal pass without caches."""
-    features = features_of(target(), text[:-1])
     masks = tensors["mask_hidden"].view(1, -1).expand(rows - 1, -1)
     hidden = dc.reference_combine(tensors, torch.cat([features, masks]))
     tokens = torch.tensor([*text[1:], *[MASK] * (rows - 1)])
@@ -128,7 +127,8 @@ def check_rows(engine: Engine, head: PEagleHead, tensors: Tensors, how: Semantic
         for decode, y in zip(batch.decodes, draft.y, strict=True):
             text = list(decode.all_tokens)
             assert len(text) == decode.seq_len + 1
-            by_hand = rows_by_hand(tensors, text, len(y), how)
+            features = features_of(target(), text[:-1], head.aux_boundaries)
+            by_hand = rows_by_hand(tensors, features, text, len(y), how)
             torch.testing.assert_close(head.logits(y), by_hand, rtol=0, atol=1e-4)
             seen.append(decode.seq_len)
         return propose(draft, batch)

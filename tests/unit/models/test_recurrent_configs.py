@@ -9,7 +9,7 @@ import pytest
 
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.registry import mtp_traits, read_target_config
-from eagle_server.ops.recurrent import RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 from tests.support.hybrids import HYBRIDS, hybrid_config
 
 ATTENDS, RECURRENT = "full_attention", "linear_attention"

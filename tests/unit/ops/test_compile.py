@@ -129,13 +129,13 @@ KERNELS = [
     Kernel("sampling.truncate", "_truncate_kernel", "fp32* fp32* fp32* fp32* i32 i32 i32", {"BLOCK": 4096}),
     Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel(
-        "recurrent_kernels",
+        "recurrent.kernels",
         "_tree_kernel",
         f"bf16* bf16* i64* u8* i64* i64* i64* {DELTA}",
         {"KERNEL": 4, "NODES": 64, "KEYS": 16, "VALUE": 64},
     ),
     Kernel(
-        "recurrent_kernels",
+        "recurrent.kernels",
         "_keep_kernel",
         f"i64* i64* {STATES}{9 * ' i32'}",
         {"KERNEL": 4, "KEY": 128, "VALUE": 64},

@@ -187,8 +187,7 @@ SHAPE = ModelConfig(
 
 @pytest.fixture
 def target() -> TargetModel:
-    """A target that captures every boundary, including the embedding and the last layer."""
-    return randomized(TargetModel(SHAPE, 64, range(4)))
+    return randomized(TargetModel(SHAPE, 64))
 
 
 def randomized(model: Model) -> Model:
@@ -197,13 +196,13 @@ def randomized(model: Model) -> Model:
     return model
 
 
-def run(model: torch.nn.Module, *given: Tensor) -> list[Tensor]:
+def run(model: torch.nn.Module, *given: Tensor, **more: object) -> list[Tensor]:
     """A forward over five sequences of one token, first with the twins, then with the kernels. Results must agree."""
     positions = torch.tensor([0, 3, 9, 1, 63])
-    twins = vars(model(*given, positions, DenseCausal(5)))
+    twins = vars(model(*given, positions, DenseCausal(5), **more))
     kept = [x.clone() for x in given]
     with torch.no_grad():
-        kernels = vars(model(*given, positions, DenseCausal(5)))
+        kernels = vars(model(*given, positions, DenseCausal(5), **more))
     assert all(torch.equal(x, before) for x, before in zip(given, kept, strict=True)), "the caller's tensors changed"
     for name, value in twins.items():
         torch.testing.assert_close(kernels[name], value.detach(), rtol=1e-4, atol=1e-4)
@@ -211,7 +210,8 @@ def run(model: torch.nn.Module, *given: Tensor) -> list[Tensor]:
 
 
 def test_a_target_may_be_overwritten_inside_but_not_its_captured_streams(in_place, target):
-    hidden, aux = run(target, torch.tensor([1, 2, 3, 4, 49]))
+    """Every boundary is captured, including the embedding and the last layer."""
+    hidden, aux = run(target, torch.tensor([1, 2, 3, 4, 49]), aux_boundaries=range(4))
     assert aux.shape == (5, 4 * 32)
     torch.testing.assert_close(target.norm(aux[:, 96:]).detach(), hidden)
 

@@ -16,11 +16,11 @@ from eagle_server.text.markers import special_markers
 from eagle_server.text.reasoning_formats import REASONING_FORMATS, find_reasoning_format
 from eagle_server.text.reasoning_parser import ChannelParser
 from eagle_server.text.tokenizer import FastTokenizer
-from eagle_server.text.tool_formats import FORMATS, GPT_OSS, find_format
-from eagle_server.text.tool_grammars import call_grammar
-from eagle_server.text.tool_parser import ParsedText, ToolCallParser
+from eagle_server.text.tools.formats import FORMATS, GPT_OSS, find_format
+from eagle_server.text.tools.grammars import call_grammar
+from eagle_server.text.tools.parser import ParsedText, ToolCallParser
 from tests.unit.text.test_reasoning_parser import ways_to_cut
-from tests.unit.text.test_tool_grammars import SIMPLE, random_text, tokenizer
+from tests.unit.text.tools.test_grammars import SIMPLE, random_text, tokenizer
 
 FORMAT = REASONING_FORMATS["gpt_oss"]
 THINK = "<|channel|>analysis<|message|>Why 😀?<|end|>"

@@ -11,8 +11,8 @@ from eagle_server.text.chat_template import ChatTemplate
 from eagle_server.text.markers import WHITESPACE
 from eagle_server.text.reasoning_formats import REASONING_FORMATS, find_reasoning_format
 from eagle_server.text.reasoning_parser import ReasoningParser
-from eagle_server.text.tool_formats import FORMATS
-from eagle_server.text.tool_parser import ParsedText, ToolCallParser
+from eagle_server.text.tools.formats import FORMATS
+from eagle_server.text.tools.parser import ParsedText, ToolCallParser
 
 # Format, whether the prompt has begun the thinking, text; then the expected thinking and content.
 WHOLE: list[tuple[str, bool | None, str, str, str]] = [

@@ -50,7 +50,7 @@ def random_head(target: TargetModel, recipe: BlockRecipe) -> NewBlock:
 
 def lesson_of(target: TargetModel, tokens: list[int]) -> Lesson:
     """The lesson whose last row is that of the last token but one."""
-    return teach(target, torch.tensor([[*tokens, 0]]), torch.arange(V))
+    return teach(target, torch.tensor([[*tokens, 0]]), torch.arange(V), RECIPE.boundaries)
 
 
 @pytest.mark.parametrize("edges", ["none", "selector", "markov"])
@@ -102,7 +102,9 @@ def test_blocks_of_one_text_do_not_see_each_other_or_what_follows() -> None:
     texts = torch.randint(V, (2, 20), generator=draw)
     anchors = torch.tensor([[0, 3, 9], [4, 5, 14]])
     with torch.no_grad():
-        together = block_rows(new.head, teach(target, texts, torch.arange(V)), anchors).unflatten(0, (2, 3))
+        together = block_rows(new.head, teach(target, texts, torch.arange(V), RECIPE.boundaries), anchors).unflatten(
+            0, (2, 3)
+        )
         for text, places in enumerate(anchors.tolist()):
             for block, anchor in enumerate(places):
                 alone = lesson_of(target, texts[text, : anchor + 2].tolist())
@@ -128,7 +130,7 @@ def test_drafts_are_compared_with_the_distribution_after_the_token_before_them()
     text = torch.randint(V, (1, 20))
     for next_token in (False, True):
         new = random_head(target, replace(RECIPE, next_token=next_token))
-        lesson = teach(target, text, torch.arange(V))
+        lesson = teach(target, text, torch.arange(V), RECIPE.boundaries)
         with torch.no_grad():
             scores = block_scores(new.head, lesson, torch.tensor([[6]]))
         drafts = 4 if next_token else 3
@@ -179,7 +181,7 @@ def test_a_few_steps_lower_the_loss(tmp_path: Path, edges: EdgeName) -> None:
     new = new_block(target, recipe, MASK)
     optimizers = Optimizers.of(new.head)
     texts = torch.randint(V, (8, 24), generator=torch.Generator().manual_seed(1))
-    lesson = teach(target, texts, torch.arange(V))
+    lesson = teach(target, texts, torch.arange(V), RECIPE.boundaries)
     losses, sure = list[float](), list[float]()
     for step in range(60):
         scores = block_scores(new.head, lesson, drawn_anchors(lesson, 0, 8, recipe.block_size, step))

@@ -129,7 +129,7 @@ def test_coupling_of_a_head_is_measured_per_pass_against_the_text(tmp_path: Path
     new = new_eagle3(target, (1, 2, 3), torch.arange(0, 64, 2), 48)
     texts = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        lesson = teach(target, texts, new.draft_ids(), temperature=0.5)
+        lesson = teach(target, texts, new.draft_ids(), new.head.aux_boundaries, temperature=0.5)
         distances, accepted = coupling(new.head, lesson, 2, new.draft_ids())
         second = (list(rollout(new.head, lesson, 2))[1] / 0.5).softmax(-1)
         p = (target.logits(target(texts[1], torch.arange(12), DenseCausal(1)).hidden)[4] / 0.5).softmax(-1)
@@ -186,11 +186,10 @@ def test_a_head_to_start_from_is_the_one_that_was_written(tmp_path: Path) -> Non
     target = load_family_target(pair.target, Loading(progress=False, pack=False))
     new = new_eagle3(target, (0, 1, 3), torch.arange(3, 64, 2), 48)
     export_head(new, tmp_path / "head", torch.float32)
-    target.aux_boundaries = ()
     started = existing_head(target, tmp_path / "head", "eagle3")
-    assert target.aux_boundaries == (0, 1, 3)
+    assert started.head.aux_boundaries == (0, 1, 3)
     assert torch.equal(started.draft_ids(), new.draft_ids())
     assert all(parameter.requires_grad for parameter in started.head.parameters())
-    lesson = teach(target, torch.arange(24).view(2, 12), new.draft_ids())
+    lesson = teach(target, torch.arange(24).view(2, 12), new.draft_ids(), new.head.aux_boundaries)
     for before, after in zip(rollout(new.head, lesson, 3), rollout(started.head, lesson, 3), strict=True):
         assert torch.equal(before, after)

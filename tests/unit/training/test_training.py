@@ -87,7 +87,7 @@ def test_each_pass_equals_drafting_step_by_step(kind: str) -> None:
     target, passes = random_target(), 4
     new = random_head(target, kind)
     texts = torch.randint(VOCAB, (2, 14))
-    lesson = teach(target, texts, new.draft_ids())
+    lesson = teach(target, texts, new.draft_ids(), new.head.aux_boundaries)
     with torch.no_grad():
         trained = list(rollout(new.head, lesson, passes))  # per pass [2, 12, Vd]
         tokens, features = lesson.tokens.view(2, -1), lesson.features.view(2, 12, -1)
@@ -107,8 +107,8 @@ def test_a_lesson_pairs_each_feature_with_the_next_token_and_the_distribution_af
     target = random_target()
     new = random_head(target, "eagle3")
     text = torch.randint(VOCAB, (1, 9))
-    lesson = teach(target, text, new.draft_ids())
-    output = target(text[0], torch.arange(9), DenseCausal(1))
+    lesson = teach(target, text, new.draft_ids(), new.head.aux_boundaries)
+    output = target(text[0], torch.arange(9), DenseCausal(1), new.head.aux_boundaries)
     assert lesson.tokens.tolist() == text[0, 1:8].tolist()
     assert lesson.following.tolist() == text[0, 2:9].tolist()
     assert lesson.positions.tolist() == list(range(7))
@@ -130,7 +130,7 @@ def test_loss_ignores_probability_outside_the_draft_vocabulary_and_counts_it_as_
     target = random_target()
     new = random_head(target, "eagle3")
     texts = torch.randint(VOCAB, (2, 10))
-    loss, hits = ttt_loss(new.head, teach(target, texts, new.draft_ids()), 2)
+    loss, hits = ttt_loss(new.head, teach(target, texts, new.draft_ids(), new.head.aux_boundaries), 2)
     assert not hits[:, (texts[:, 2:] % 2) == 1].any()  # odd ids are not in the draft vocabulary
     loss.backward()
     assert all(parameter.grad is not None for parameter in new.head.parameters())
@@ -166,12 +166,12 @@ def test_a_tiny_pair_loads_and_its_drafts_are_partly_right(tmp_path: Path, kind:
     draft = load_draft(pair.draft, target, Loading(context=512, progress=False))
     assert draft.algorithm == kind.upper()
     head = draft
-    target.aux_boundaries = head.aux_boundaries
     prompts = torch.randint(64, (48, 5), generator=torch.Generator().manual_seed(7))
     for temperature in (0.0, 1.0):
         texts = continue_texts(target, prompts, 40, torch.full((48,), temperature), torch.Generator().manual_seed(8))
         count = head.d2t.shape[0] if isinstance(head, Eagle3Head) and head.d2t is not None else 64
-        _, hits = ttt_loss(head, teach(target, texts, head.target_ids(torch.arange(count))), 3)
+        lesson = teach(target, texts, head.target_ids(torch.arange(count)), head.aux_boundaries)
+        _, hits = ttt_loss(head, lesson, 3)
         assert 1.3 < chain_length(hits[..., 5:]) < 3.7
     text = "Some words 42"
     tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))

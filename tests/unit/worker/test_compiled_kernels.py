@@ -13,8 +13,9 @@ from eagle_server.attention import recurrent
 from eagle_server.cache import states
 from eagle_server.engine.assembly import assemble as assemble_module
 from eagle_server.engine.engine import Engine
-from eagle_server.ops import indices, recurrent_kernels, rope_kv
+from eagle_server.ops import indices, rope_kv
 from eagle_server.ops.fused import AngleTable
+from eagle_server.ops.recurrent import kernels as recurrent_kernels
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from tests.support.engines import random_head, random_target, request, run, speculative

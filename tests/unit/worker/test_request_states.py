@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_server.attention.recurrent import PromptRows, TreeRows
 from eagle_server.cache.states import StatePool
 from eagle_server.models.gated_delta import GatedDeltaNet
-from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.recurrent.nodes import RecurrentLayer
 from eagle_server.plan import StateMoves, StateSave
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.request_states import RequestStates

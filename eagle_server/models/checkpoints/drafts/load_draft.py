@@ -43,8 +43,6 @@ def load_draft(
 ) -> DraftModel:
     """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
-    The target is not changed: set `target.aux_boundaries = head.aux_boundaries` before using the head.
-
     Args:
         path: may be `target_path`, if the target's files hold the draft.
         algorithm: a name in `ALGORITHMS`; None accepts any head.

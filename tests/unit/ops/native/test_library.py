@@ -185,6 +185,9 @@ def test_columns_that_no_row_sees_may_hold_no_numbers() -> None:
     assert found.isfinite().all()
 
 
+BOUNDARIES = (0, 2, 3)
+
+
 def decoder(dtype: torch.dtype, **flags: object) -> TargetModel:
     """A small random decoder, not packed."""
     sizes = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "num_heads": 4}
@@ -196,7 +199,7 @@ def decoder(dtype: torch.dtype, **flags: object) -> TargetModel:
         context_limit=(200, ""),
         dtype=dtype,
     )
-    model, generator = TargetModel(config, 200, aux_boundaries=(0, 2, 3)), torch.Generator().manual_seed(9)
+    model, generator = TargetModel(config, 200), torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, view in model.weight_views():
             view.copy_(
@@ -234,9 +237,9 @@ def test_one_call_computes_what_the_layers_of_torch_compute(flags: str, name: st
     batch, rows = BATCHES[name], sum(BATCHES[name].layout.q_lens)
     tokens, positions = torch.arange(rows) % 50, torch.arange(rows)
     mine, theirs = (pool_of(2, model.config.head_dim, layers=3) for _ in range(2))
-    expected = reference(tokens, positions, TorchNativeAttention(theirs).bind(batch))
+    expected = reference(tokens, positions, TorchNativeAttention(theirs).bind(batch), BOUNDARIES)
     bound = NativeAttention.of(mine).bind(batch)
-    found = model(tokens, positions, bound)
+    found = model(tokens, positions, bound, BOUNDARIES)
     torch.testing.assert_close(found.hidden, expected.hidden, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(found.aux, expected.aux, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(mine.groups[0], theirs.groups[0], atol=2e-4, rtol=2e-4)
@@ -341,7 +344,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     for number in (1, 2, 5):
         monkeypatch.setattr(native, "_threads", number)
         pool = pool_of(4, 64, layers=3)
-        out = model(tokens, tokens, NativeAttention.of(pool).bind(batch))
+        out = model(tokens, tokens, NativeAttention.of(pool).bind(batch), BOUNDARIES)
         found.append(torch.cat([out.hidden, out.aux, model.logits(out.hidden)], dim=1))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

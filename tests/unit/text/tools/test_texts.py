@@ -13,11 +13,11 @@ import pytest
 
 from eagle_server.config.sections import ModelSection
 from eagle_server.text.reasoning_formats import REASONING_FORMATS
-from eagle_server.text.tool_formats import FORMATS
-from eagle_server.text.tool_json import Functions
-from eagle_server.text.tool_parser import ParsedText, ToolCallParser
-from eagle_server.text.tool_text import XmlCall
-from eagle_server.text.tool_values import json_of_python, json_of_text, types_of
+from eagle_server.text.tools.formats import FORMATS
+from eagle_server.text.tools.json_calls import Functions
+from eagle_server.text.tools.parser import ParsedText, ToolCallParser
+from eagle_server.text.tools.text_calls import XmlCall
+from eagle_server.text.tools.values import json_of_python, json_of_text, types_of
 
 ANY = {
     "type": "object",

@@ -14,8 +14,8 @@ from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import DecoderLayer
 from eagle_server.models.moe import feed_forward
+from eagle_server.models.targets.hybrids.qwen3_5 import DEFAULTS, ROTATED, hybrid_attention, hybrid_flags
 from eagle_server.models.targets.interface import TargetFamily
-from eagle_server.models.targets.qwen3_5 import DEFAULTS, ROTATED, hybrid_attention, hybrid_flags
 from eagle_server.models.targets.qwen3_moe import qwen_experts
 
 

@@ -23,7 +23,7 @@ from eagle_server.models.targets.deepseek import routed_experts
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily
 from eagle_server.ops.fused import Rotation, squared_relu
 from eagle_server.ops.native.experts import NativeExperts
-from eagle_server.ops.recurrent import RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}

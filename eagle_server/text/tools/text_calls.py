@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from eagle_server.text.tool_json import NAME, Functions, NotAToolCall
-from eagle_server.text.tool_values import json_of_python, json_of_text
+from eagle_server.text.tools.json_calls import NAME, Functions, NotAToolCall
+from eagle_server.text.tools.values import json_of_python, json_of_text
 
 XML_KEY = re.compile(r"[^<>\n]{1,256}")
 _XML_NAME = re.compile(rf"<function=({NAME.pattern})>")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from eagle_server.text.markers import WHITESPACE, overlap, without_leading_space
-from eagle_server.text.tool_formats import ToolFormat
-from eagle_server.text.tool_json import Functions, NotAToolCall
+from eagle_server.text.tools.formats import ToolFormat
+from eagle_server.text.tools.json_calls import Functions, NotAToolCall
 
 
 @dataclass

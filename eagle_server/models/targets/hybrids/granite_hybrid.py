@@ -17,7 +17,7 @@ from eagle_server.models.config_json import integer, recurrent_layers
 from eagle_server.models.layers import DecoderLayer, GatedMLP, Views
 from eagle_server.models.mamba2 import with_mamba2
 from eagle_server.models.moe import MixtureOfExperts
-from eagle_server.models.targets.bamba import mamba2_or_attention
+from eagle_server.models.targets.hybrids.bamba import mamba2_or_attention
 from eagle_server.models.targets.interface import TargetFamily
 
 _DEFAULTS = {"mamba_n_heads": 128, "mamba_d_state": 256, "mamba_d_conv": 4, "shared_intermediate_size": 1024}

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eagle_server.request import MAX_GRAMMAR_CHARACTERS, Grammar
-from eagle_server.text.tool_formats import HERMES, ToolFormat
-from eagle_server.text.tool_json import NAME
-from eagle_server.text.tool_text import PYTHON_KEY, PYTHON_NAME, XML_KEY, PythonCall, XmlCall
-from eagle_server.text.tool_values import types_of
+from eagle_server.text.tools.formats import HERMES, ToolFormat
+from eagle_server.text.tools.json_calls import NAME
+from eagle_server.text.tools.text_calls import PYTHON_KEY, PYTHON_NAME, XML_KEY, PythonCall, XmlCall
+from eagle_server.text.tools.values import types_of
 
 JSON = "%json "  # before a schema in llguidance's Lark
 MAX_WHITESPACE = 32  # characters between two JSON tokens; without a limit a model may write whitespace forever

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from eagle_server.attention.recurrent import PromptRows, TreeRows
 from eagle_server.cache.states import StatePool
-from eagle_server.ops import recurrent_kernels
-from eagle_server.ops.recurrent import RecurrentLayer, RecurrentShape
+from eagle_server.ops.recurrent import kernels as recurrent_kernels
+from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
 from eagle_server.speculation.tree import Tree, compacted
 from tests.support.kernels import DEVICE, climb, generator, needs_triton, on_device, random_parents, take
-from tests.unit.ops.test_recurrent import SHAPES, close, random_layer, rows
+from tests.unit.ops.recurrent.test_nodes import SHAPES, close, random_layer, rows
 
 WIDE = RecurrentShape(key_heads=1, value_heads=2, key_dim=12, value_dim=72, kernel=4)  # two blocks of value columns
 WIDE_KEYS = RecurrentShape(key_heads=1, value_heads=1, key_dim=40, value_dim=8, kernel=4)  # two blocks of keys

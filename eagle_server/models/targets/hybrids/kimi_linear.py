@@ -16,7 +16,7 @@ from eagle_server.models.mla import MLAAttention
 from eagle_server.models.moe import feed_forward
 from eagle_server.models.targets.deepseek import routed_experts, with_mla
 from eagle_server.models.targets.interface import TargetFamily
-from eagle_server.ops.recurrent import RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,

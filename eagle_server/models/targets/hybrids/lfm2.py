@@ -15,7 +15,7 @@ from eagle_server.models.layers import Attention, DecoderLayer
 from eagle_server.models.moe import feed_forward
 from eagle_server.models.short_convolution import ShortConvolution
 from eagle_server.models.targets.interface import TargetFamily
-from eagle_server.ops.recurrent import RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1_000_000.0, "conv_L_cache": 3}
 _RENAMES = {

@@ -1,8 +1,8 @@
 """The gated delta rule over trees on a GPU: a verify forward of one layer, and the accepted paths of all layers.
 
-The formulas, and the torch twins `recurrent_nodes` and `after_path`, are in `ops.recurrent`. A program of the first
-kernel computes a block of value columns of one head and request. It reads that block of S_0 once and holds no state:
-with P the products of strict ancestors' keys, rates and decays, and W those of ancestors' keys and queries,
+The formulas, and the torch twins `recurrent_nodes` and `after_path`, are in `ops.recurrent.nodes`. A program of the
+first kernel computes a block of value columns of one head and request. It reads that block of S_0 once and holds no
+state: with P the products of strict ancestors' keys, rates and decays, and W those of ancestors' keys and queries,
 
     u = given - P u,   given = b (v - e^G S_0^T k),   o = e^G S_0^T q + W u
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.device import on_gpu
-from eagle_server.ops.recurrent import NORM_EPS, RecurrentLayer, RecurrentShape
+from eagle_server.ops.recurrent.nodes import NORM_EPS, RecurrentLayer, RecurrentShape
 from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
 
 LARGEST_TREE = 64  # nodes: a program holds a square of them in registers

@@ -11,9 +11,9 @@ import pytest
 
 from eagle_server.text.chat_template import ChatTemplate
 from eagle_server.text.markers import WHITESPACE
-from eagle_server.text.tool_formats import FORMATS, find_format
-from eagle_server.text.tool_json import Functions
-from eagle_server.text.tool_parser import ParsedText, ToolCallDelta, ToolCallParser, join
+from eagle_server.text.tools.formats import FORMATS, find_format
+from eagle_server.text.tools.json_calls import Functions
+from eagle_server.text.tools.parser import ParsedText, ToolCallDelta, ToolCallParser, join
 
 NAMES: Functions = {"f": {}, "get_weather": {}}
 ARGS = '{"city": "S\\u00e3o \\"Paulo\\" {[", "deep": [{"a": [1, -2.5e3, null]}, true], "tag": "</tool_call>"}'

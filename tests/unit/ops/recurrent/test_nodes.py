@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_server.attention.recurrent import PromptRows, TreeRows
 from eagle_server.cache.states import StatePool
 from eagle_server.ops.native.library import available
-from eagle_server.ops.recurrent import CHUNK, RecurrentLayer, RecurrentShape
+from eagle_server.ops.recurrent.nodes import CHUNK, RecurrentLayer, RecurrentShape
 from eagle_server.speculation.tree import Tree, compacted
 
 SHAPES = {

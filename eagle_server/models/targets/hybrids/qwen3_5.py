@@ -15,7 +15,7 @@ from eagle_server.models.config_json import integer, recurrent_layers
 from eagle_server.models.gated_delta import GatedDeltaNet
 from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP
 from eagle_server.models.targets.interface import TargetFamily
-from eagle_server.ops.recurrent import RecurrentShape
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 DEFAULTS = {  # transformers', of keys that config.json may leave out
     "head_dim": 256,

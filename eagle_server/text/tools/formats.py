@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.tool_json import Functions, NamedCall, PartialCall, PartialObject
-from eagle_server.text.tool_text import PythonCall, XmlCall
+from eagle_server.text.tools.json_calls import Functions, NamedCall, PartialCall, PartialObject
+from eagle_server.text.tools.text_calls import PythonCall, XmlCall
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from eagle_server.engine.grammars.check import GrammarCheck
 from eagle_server.engine.grammars.grammars import Grammars
 from eagle_server.plan import GrammarMatcher, allows
-from eagle_server.text import tool_grammars
 from eagle_server.text.detokenizer import IncrementalDetokenizer
 from eagle_server.text.markers import special_markers
 from eagle_server.text.tokenizer import FastTokenizer
-from eagle_server.text.tool_formats import FORMATS
-from eagle_server.text.tool_grammars import argument_schema, call_grammar
-from eagle_server.text.tool_parser import ToolCallParser, join
+from eagle_server.text.tools import grammars as tool_grammars
+from eagle_server.text.tools.formats import FORMATS
+from eagle_server.text.tools.grammars import argument_schema, call_grammar
+from eagle_server.text.tools.parser import ToolCallParser, join
 from tests.support.covering import deep_unless
 
 END = "<end>"
