@@ -16,6 +16,7 @@ from starlette.requests import Request
 from eagle_server.api.connection import while_connected
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.guard.admission import admission_of
+from eagle_server.api.guard.content_coding import decoder_of
 from eagle_server.api.schemas.base import Body, JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
@@ -52,7 +53,8 @@ async def read_body(schema: type[B], request: Request) -> B:
     """The parsed and validated body.
 
     Raises:
-        ApiError: the body is too large, too slow or invalid, or the server is shutting down or holds too many bodies.
+        ApiError: the body is too large, too slow or invalid, its coding is unknown, or the server is shutting down or
+            holds too many bodies.
     """
     global _held_bytes
     length = request.headers.get("content-length", "")
@@ -71,17 +73,24 @@ async def read_body(schema: type[B], request: Request) -> B:
 async def _read(request: Request, body: bytearray) -> None:
     """Append the request's body to `body`, and count it in `_held_bytes`, even if reading fails."""
     global _held_bytes
-    size = JsonSize()
+    size, decoder, received = JsonSize(), decoder_of(request.headers.get("content-encoding", "")), 0
+    pause = 0
     try:
         async with admission_of(request).body_time(BODY_SECONDS):
             async for chunk in request.stream():
-                body += chunk
-                _held_bytes += len(chunk)
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
-                if len(body) > SHORT_BODY and _held_bytes > MAX_HELD_BYTES:
-                    raise unavailable("too many large bodies arrive at the same time; try again")
-                size.add(chunk)
+                received += len(chunk)
+                for piece in decoder.decode(chunk):
+                    body += piece
+                    _held_bytes += len(piece)
+                    if max(len(body), received) > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if len(body) > SHORT_BODY and _held_bytes > MAX_HELD_BYTES:
+                        raise unavailable("too many large bodies arrive at the same time; try again")
+                    size.add(piece)
+                    pause += len(piece)
+                    if pause > LARGE_BODY:  # one chunk may expand to a large body
+                        pause = await asyncio.sleep(0, 0)
+        decoder.finish()
     except TooManyValues as error:
         raise bad_request(f"the body has {error}", code="too_many_values") from None
     except TimeoutError:

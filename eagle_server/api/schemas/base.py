@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -220,7 +221,7 @@ def parse(model: type[B], body: bytes) -> B:
         ApiError: status 400, naming the parameter.
     """
     try:
-        values = from_json(body, allow_inf_nan=False)
+        values = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
