@@ -33,6 +33,7 @@ from eagle_server.api.server import (
     Lifecycle,
     listen,
 )
+from eagle_server.api.service import Service
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
@@ -139,7 +140,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     freeze()
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            return runner.run(lifecycle.run(server, listener, lambda: _announce(config, client)))
+            return runner.run(lifecycle.run(server, listener, lambda: _announce(config, app.state.service)))
     except EngineFailed as error:
         return _fail(str(error), CONFIGURATION_STATUS if error.is_configuration else FAILURE_STATUS)
     except KeyboardInterrupt:
@@ -158,7 +159,7 @@ def _url(config: Config) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
 
 
-def _announce(config: Config, client: EngineClient) -> None:
+def _announce(config: Config, service: Service) -> None:
     url = _url(config)
     key = (
         " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY"
@@ -168,8 +169,11 @@ def _announce(config: Config, client: EngineClient) -> None:
     curl, place = "curl -s", url
     if config.server.uds is not None:
         curl, place = f"curl -s --unix-socket {shlex.quote(config.server.uds)}", f"the Unix socket {config.server.uds}"
-    resolved = (client.ready.resolved if client.ready is not None else None) or {}
-    lines = [f"serving {config.served_model_name} on {place}", *described(resolved)]
+    ready, defaults = service.client.ready, service.sampling_defaults
+    lines = [f"serving {config.served_model_name} on {place}", *described((ready and ready.resolved) or {})]
+    if defaults:
+        sampled = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        lines += [f"samples     {sampled}, where a request is silent (generation_config.json)"]
     if config.server.uds is None:  # browsers do not open it
         lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
     lines += [f"try         {curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]

@@ -189,9 +189,9 @@ async def server_info(request: Request) -> Response:
 
 
 def _resolved(service: Service, ready: Ready) -> dict[str, Any]:
-    """The engine's resolved configuration, and the parsers and the template, which it does not know."""
-    model = ready.resolved.get("model", {})
-    return {**ready.resolved, "model": {**model, **service.parsers}}
+    """The engine's resolved configuration, and what it does not know: parsers, template, defaults of sampling."""
+    model = {**ready.resolved.get("model", {}), **service.parsers, "sampling_defaults": dict(service.sampling_defaults)}
+    return {**ready.resolved, "model": model}
 
 
 @router.get("/get_load")

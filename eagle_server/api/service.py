@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from eagle_server.api.errors import ApiError
+from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.config import Config
 from eagle_server.request import Ready
 from eagle_server.text.chat_template import ChatTemplate
 from eagle_server.text.markers import Syntax
 from eagle_server.text.reasoning_formats import ReasoningFormat, find_reasoning_format
+from eagle_server.text.sampling_defaults import sampling_defaults
 from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer, media_tokens
 from eagle_server.text.tools.formats import ToolFormat, find_format
@@ -44,10 +47,15 @@ class Service:
     configuration: Mapping[str, Any] = field(default_factory=dict)
     parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
     media_tokens: frozenset[int] = frozenset()  # see `media_tokens` in text/tokenizer.py
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # for requests that are silent about them
 
     @classmethod
     def of(cls, config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> Service:
-        """The service that a configuration asks for."""
+        """The service that a configuration asks for.
+
+        Raises:
+            ValueError: generation_config.json has a value that no request may have, or cannot be read.
+        """
         calls = find_format(config.model.tool_call_parser, chat_template)
         thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
         formats = {"tool_call_parser": calls, "reasoning_parser": thinking}
@@ -67,6 +75,7 @@ class Service:
             configuration=config.public_dict(),
             parsers=parsers,
             media_tokens=media_tokens(tokenizer),
+            sampling_defaults=_sampling_defaults(config),
         )
 
     def ready_for(self, model: str | None) -> Ready:
@@ -93,6 +102,19 @@ class Service:
     def timeout_of(self, wanted: float | None) -> float | None:
         """The timeout in seconds of a request that asks for `wanted`: at most the server's own."""
         return min((seconds for seconds in (wanted, self.timeout) if seconds is not None), default=None)
+
+
+def _sampling_defaults(config: Config) -> dict[str, float]:
+    choice = config.model.generation_config
+    defaults = sampling_defaults(config.target_path, choice)
+    try:
+        SamplingBody.model_validate(defaults)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = first["loc"][0]
+        reason = f"{name} {defaults[str(name)]}: {first['msg']}; --generation-config none ignores it"
+        raise ValueError(f"generation_config.json: {reason}") from None
+    return defaults
 
 
 def service_of(request: Request) -> Service:

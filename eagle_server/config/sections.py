@@ -46,6 +46,11 @@ class ModelSection(Section):
     chat_template: Annotated[str, AfterValidator(local_file)] | None = Field(
         default=None, description="file with a Jinja chat template; default: the model's own, or a built-in one"
     )
+    generation_config: Text = Field(
+        default="auto",
+        description="temperature, top_p, top_k, min_p and repetition_penalty where a request is silent; auto: those of "
+        "the model's generation_config.json; none: temperature 1 and no limits; or a directory with such a file",
+    )
     tool_call_parser: Literal[
         "auto",
         "none",

@@ -7,7 +7,7 @@ parameter needs no edit here, unless its value must be converted: then its name 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -93,6 +93,7 @@ def prepare(
     Raises:
         ApiError: the request cannot be served.
     """
+    body = with_defaults(body, service.sampling_defaults)
     _check_count(body, service)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
@@ -175,6 +176,12 @@ def _check_count(body: GenerationBody, service: Service) -> None:
     if not 1 <= body.sequences <= most:
         param = "n" if body.n > most else "best_of" if body.candidates > most else "prompt"
         raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n or best_of", param)
+
+
+def with_defaults(body: GenerationBody, defaults: Mapping[str, float]) -> GenerationBody:
+    """The body with these parameters where it is silent about them."""
+    missing = {name: value for name, value in defaults.items() if name not in body.model_fields_set}
+    return body.model_copy(update=missing) if missing else body
 
 
 def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:

@@ -40,6 +40,7 @@ async function greet() {
     state.lossy = info.config.speculative.acceptance !== "lossless";
     $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `up to ${state.deepest} steps` : ""].filter(Boolean).join(" · ");
     if (serving.max_request_tokens) limitTokens(serving.max_request_tokens);
+    takeDefaults(info.resolved?.model?.sampling_defaults ?? {});
     drawHistogram($("histogram"), [], state.deepest);
     const tokenizer = await get("tokenizer_info", key());
     $("mode").hidden = !tokenizer.chat_template;
@@ -47,6 +48,14 @@ async function greet() {
     complain(null);
   } catch (error) {
     complain(error);
+  }
+}
+
+/** The model's own sampling, in the fields that nobody has changed. */
+function takeDefaults(defaults) {
+  for (const name of ["temperature", "top_p"]) {
+    const field = $(name);
+    if (name in defaults && field.value === field.defaultValue) field.value = field.defaultValue = defaults[name];
   }
 }
 
