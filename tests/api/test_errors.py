@@ -375,7 +375,7 @@ async def test_token_ids_of_special_tokens_are_allowed(http: httpx.AsyncClient) 
             "/v1/chat/completions",
             '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": '
             '{"name": "f", "parameters": {"minimum": 1e999}}}]}',
-            "tools.function.parameters: a number in the schema is too large",
+            "tools.0.function.parameters: a number in the schema is too large",
         ),
         (
             "/tokenize",
