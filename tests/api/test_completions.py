@@ -273,8 +273,8 @@ async def test_models_info_and_index(http: httpx.AsyncClient) -> None:
     info = (await http.get("/v1/server_info")).json()
     assert info["model"] == "fake"
     assert info["config"]["server"]["port"] == 30000
-    model = {"tool_call_parser": "none", "reasoning_parser": "none", "chat_template": "built-in: dialogue"}
-    assert info["resolved"] == {"dtype": "float32", "model": model}
+    parsers = {"tool_call_parser": "none", "reasoning_parser": "none", "chat_template": "built-in: dialogue"}
+    assert info["resolved"] == {"dtype": "float32", "model": parsers | {"sampling_defaults": {}}}
     assert info["engine"]["available"]
     assert info["engine"]["running"] == 0
     assert info["serving"] == {
