@@ -46,13 +46,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": [10**30]}, "prompt", "outside the vocabulary"),
         ({"prompt": "a" * 2000}, "prompt", "2000 tokens, however you requested 2016 tokens (2000 in your prompt; 16"),
         ({"prompt": "a" * 200_000}, "prompt", "200000 characters"),
-        ({"max_tokens": 1998}, "max_tokens", "2001"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens", "at least 1 without echo"),
         ({"max_tokens": "16"}, "max_tokens", "integer"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"max_tokens": True}, "max_tokens", "integer"),
-        ({"max_tokens": 10**30}, "max_tokens", "maximum context length"),
         ({"min_tokens": 17}, "min_tokens", "exceeds max_tokens"),
         ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
         ({"temperature": "hot"}, "temperature", "number"),
@@ -375,7 +373,7 @@ async def test_token_ids_of_special_tokens_are_allowed(http: httpx.AsyncClient) 
             "/v1/chat/completions",
             '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": '
             '{"name": "f", "parameters": {"minimum": 1e999}}}]}',
-            "tools.function.parameters: a number in the schema is too large",
+            "tools.0.function.parameters: a number in the schema is too large",
         ),
         (
             "/tokenize",

@@ -120,7 +120,8 @@ def _prepared(body: CompletionRequest, service: Service, ready: Ready, response_
     Raises:
         ApiError: the request cannot be served.
     """
-    return prepare(body, service, ready, response_id, _prompts(body, service, ready))
+    prompts = _prompts(body, service, ready)
+    return prepare(body, service, ready, response_id, prompts, strict=service.strict_max_tokens)
 
 
 def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
