@@ -117,11 +117,17 @@ def prepare(
         grammar=answer.grammar(body.grammar),
     )
     check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in truncated), sum(max_tokens)))
-    end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
+    eos_token_ids = frozenset(() if body.ignore_eos else ready.eos_token_ids)
     special = {} if body.skip_special_tokens else tokenizer.special
     options = TextOptions(
-        [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
+        [*body.stops, *stops.strings],
+        # As in vLLM, an end-of-sequence token gives no stop_reason, also if the body names it.
+        {*body.stops, *(set(body.stop_token_ids) - eos_token_ids)},
+        body.include_stop_str_in_output,
+        special,
+        body.return_token_ids,
     )
+    end_token_ids = eos_token_ids.union(sampling.stop_token_ids)
     states = [
         RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
         for index, request in enumerate(_requests(body, response_id, truncated, sampling, max_tokens))
