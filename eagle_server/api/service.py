@@ -33,7 +33,7 @@ class Service:
 
     `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized. `reasoning_syntax` is
     the format of its thinking. `configuration` has no secrets. `timeout` is the server's limit for any request in
-    seconds, None for no limit. `keep_alive` is for `EventStream`.
+    seconds, None for no limit. `keep_alive` is for `EventStream`. `strict_max_tokens`: see --strict-max-tokens.
     """
 
     client: EngineClient
@@ -44,6 +44,7 @@ class Service:
     model_name: str
     timeout: float | None = None
     keep_alive: float | None = None
+    strict_max_tokens: bool = False
     configuration: Mapping[str, Any] = field(default_factory=dict)
     parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
     media_tokens: frozenset[int] = frozenset()  # see `media_tokens` in text/tokenizer.py
@@ -72,6 +73,7 @@ class Service:
             model_name=config.served_model_name,
             timeout=config.server.request_timeout,
             keep_alive=config.server.sse_keep_alive or None,
+            strict_max_tokens=config.server.strict_max_tokens,
             configuration=config.public_dict(),
             parsers=parsers,
             media_tokens=media_tokens(tokenizer),

@@ -183,6 +183,11 @@ class ServerSection(Section):
     request_timeout: Seconds | None = Field(
         default=None, description="maximum seconds per request; a request's own timeout can only be shorter"
     )
+    strict_max_tokens: bool = Field(
+        default=False,
+        description="refuse a max_tokens that does not fit beside the prompt with status 400, instead of lowering it "
+        "to what fits; /v1/messages always lowers it",
+    )
     watchdog_timeout: Seconds = Field(
         default=300.0,
         description="seconds after which an engine that has work but sends nothing is killed and restarted",

@@ -130,7 +130,8 @@ async def test_a_stop_string_ends_text_usage_and_request(
     http: httpx.AsyncClient, engine: FakeEngine, seed: int
 ) -> None:
     answer = await complete(http, prompt="one STOP two ", max_tokens=500, stop="STOP", seed=seed)
-    assert answer["choices"][0] == {"index": 0, "text": "one ", "logprobs": None, "finish_reason": "stop"}
+    choice = {"index": 0, "text": "one ", "logprobs": None, "finish_reason": "stop", "stop_reason": "STOP"}
+    assert answer["choices"][0] == choice
     # The tokens of the stop string count as generated; later tokens of the same cycle do not.
     assert answer["usage"]["completion_tokens"] == len("one STOP")
     assert engine.aborted == [engine.requests[0].request_id]

@@ -321,7 +321,7 @@ USER = [{"role": "user", "content": "abc"}]
             {"tools": [{**TOOLS[0], "input_schema": {"type": "string"}}], "tool_choice": {"type": "any"}},
             "tools.0.input_schema",
         ),
-        ({"max_tokens": 5000}, "reduce the prompt or max_tokens"),
+        ({"messages": [{"role": "user", "content": "a" * 2000}]}, "maximum context length"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"stop": ["x"]}, "unknown parameter stop"),
     ],

@@ -92,7 +92,7 @@ def test_what_a_router_asks_is_answered(fleet: Fleet, client: openai.OpenAI) -> 
     refused = {each for worker in fleet.workers[:2] for each in worker.requests() if each[2] != 200}
     assert not refused, "a worker did not know what it was asked"
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.completions.create(model="demo", prompt="a", max_tokens=100_000)
+        client.completions.create(model="demo", prompt="a" * 100_000)
 
 
 def test_a_conversation_stays_where_its_prefix_is_cached(fleet: Fleet, client: openai.OpenAI) -> None:

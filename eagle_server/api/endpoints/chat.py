@@ -85,6 +85,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | UnsetType = UNSET
     trees: list[Encoded[TreeBody]] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -117,6 +118,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
     trees: list[Encoded[TreeBody]] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -158,6 +160,7 @@ class ChatAnswer(ChunkedAnswer[ChatRequest, ChunkBody]):
                     _message(output),
                     self._shown(self._logprobs[output.index]),
                     output.finish_reason,
+                    self.stop_reason(output),
                     self.trees(output),
                     self.token_ids(output),
                 )
@@ -181,7 +184,10 @@ class ChatAnswer(ChunkedAnswer[ChatRequest, ChunkBody]):
             delta = delta or Delta(content="")
             choices.append(ChunkChoice(output.index, delta, logprobs, trees=self.trees(output), token_ids=token_ids))
         if output.finish_reason is not None:
-            choices.append(ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason))
+            stop_reason = self.stop_reason(output)
+            choices.append(
+                ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason, stop_reason=stop_reason)
+            )
         chunks = [self._chunk([choice], self.chunk_usage) for choice in choices]
         if output.is_first:
             chunks[0].prompt_token_ids = self.prompt_token_ids(output.index)

@@ -43,6 +43,7 @@ class ChoiceBody(msgspec.Struct):
     text: str
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -92,8 +93,8 @@ class CompletionAnswer(ChunkedAnswer[CompletionRequest, CompletionBody]):
 
     def _choice(self, output: OutputDelta, logprobs: Logprobs) -> ChoiceBody:
         shown = None if self.body.num_logprobs is None else logprobs
-        choice = ChoiceBody(output.index, output.text, shown, output.finish_reason, trees=self.trees(output))
-        choice.token_ids = self.token_ids(output)
+        choice = ChoiceBody(output.index, output.text, shown, output.finish_reason, self.stop_reason(output))
+        choice.trees, choice.token_ids = self.trees(output), self.token_ids(output)
         return choice
 
     def _add(self, tokens: Iterable[ScoredToken], logprobs: Logprobs) -> None:
@@ -120,7 +121,8 @@ def _prepared(body: CompletionRequest, service: Service, ready: Ready, response_
     Raises:
         ApiError: the request cannot be served.
     """
-    return prepare(body, service, ready, response_id, _prompts(body, service, ready))
+    prompts = _prompts(body, service, ready)
+    return prepare(body, service, ready, response_id, prompts, strict=service.strict_max_tokens)
 
 
 def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> Iterator[Prompt]:

@@ -140,6 +140,10 @@ class ChunkedAnswer(Answer[B], Generic[B, C]):
             return event(error.body) + DONE
         return (event(self._chunk([], self.usage, self.metrics)) if self._options.include_usage else b"") + DONE
 
+    def stop_reason(self, output: OutputDelta) -> str | int | UnsetType:
+        """The stop string or stop token of the request that ended an output, as in vLLM."""
+        return UNSET if output.stop_reason is None else output.stop_reason
+
     @property
     def chunk_usage(self) -> Usage | None | UnsetType:
         """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""

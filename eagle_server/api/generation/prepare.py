@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+import msgspec
+
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format, tool_use
 from eagle_server.api.generation.prompts import check_token_ids, encode, refuse_media, render, token_limit, too_long
@@ -84,11 +86,14 @@ def prepare(
     prompts: Iterable[Prompt],
     stops: TemplateStops = NO_STOPS,
     answer: AnswerFormat = PLAIN,
+    *,
+    strict: bool,
 ) -> Prepared:
     """Check a body, tokenize its prompts and make its engine requests.
 
     Long prompts take seconds, so routes call it through `body.process`. `prompts` is read after the checks that need no
     tokens. `stops` end the answer in addition to the body's own. `answer`: how thinking and tool calls are parsed.
+    `strict`: a max_tokens that does not fit is an error; otherwise it is lowered.
 
     Raises:
         ApiError: the request cannot be served.
@@ -103,23 +108,30 @@ def prepare(
         refuse_media(
             truncated, {*ready.media_token_ids, *service.media_tokens}, tokenizer, body.name(body.prompt_param)
         )
+    max_tokens = _max_tokens(body, truncated, ready, strict=strict)
     sampling = sampling_params(
         body,
         tokenizer,
         ready.vocab_size,
-        max_tokens=_max_tokens(body, truncated, ready),
+        max_tokens=max(max_tokens),
         stop_token_ids=stops.token_ids,
         grammar=answer.grammar(body.grammar),
     )
-    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in truncated)))
-    end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
+    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in truncated), sum(max_tokens)))
+    eos_token_ids = frozenset(() if body.ignore_eos else ready.eos_token_ids)
     special = {} if body.skip_special_tokens else tokenizer.special
     options = TextOptions(
-        [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
+        [*body.stops, *stops.strings],
+        # As in vLLM, an end-of-sequence token gives no stop_reason, also if the body names it.
+        {*body.stops, *(set(body.stop_token_ids) - eos_token_ids)},
+        body.include_stop_str_in_output,
+        special,
+        body.return_token_ids,
     )
+    end_token_ids = eos_token_ids.union(sampling.stop_token_ids)
     states = [
         RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
-        for index, request in enumerate(_requests(body, response_id, truncated, sampling))
+        for index, request in enumerate(_requests(body, response_id, truncated, sampling, max_tokens))
     ]
     return Prepared(response_id, body, states)
 
@@ -136,7 +148,9 @@ def prepare_chat(body: ChatRequest | TranslatedBody, service: Service, ready: Re
     tools, text = tool_use(chat, service.call_syntax), render(chat.messages, chat, template)
     answer = answer_format(chat, text, service.reasoning_syntax, tools)
     prompt = _conversation(text, chat, service, ready)
-    return prepare(chat, service, ready, response_id, prompt, answer.stops(template.stops, tokenizer), answer)
+    stops = answer.stops(template.stops, tokenizer)
+    strict = service.strict_max_tokens and not (isinstance(body, TranslatedBody) and body.requires_max_tokens)
+    return prepare(chat, service, ready, response_id, prompt, stops, answer, strict=strict)
 
 
 def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
@@ -153,15 +167,21 @@ def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) 
 
 
 def _requests(
-    body: GenerationBody, response_id: str, prompts: Sequence[Prompt], sampling: SamplingParams
+    body: GenerationBody,
+    response_id: str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    max_tokens: Sequence[int],
 ) -> Iterator[Request]:
-    """The candidates of the first prompt, then of the second, ..."""
+    """The candidates of the first prompt, then of the second, ... `max_tokens` has one number per prompt."""
     serial = next(_serial)
     for index in range(body.sequences):
+        prompt = index // body.candidates
+        most = max_tokens[prompt]
         yield Request(
             request_id=f"{response_id}-{serial}-{index}",
-            prompt_token_ids=prompts[index // body.candidates].token_ids,
-            sampling=sampling,
+            prompt_token_ids=prompts[prompt].token_ids,
+            sampling=sampling if most == sampling.max_tokens else msgspec.structs.replace(sampling, max_tokens=most),
             # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
             choice=index if body.seed is None else index % body.candidates,
             prompt_logprobs=body.needs_prompt_logprobs,
@@ -184,16 +204,21 @@ def with_defaults(body: GenerationBody, defaults: Mapping[str, float]) -> Genera
     return body.model_copy(update=missing) if missing else body
 
 
-def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:
-    """Most tokens of each sequence: the body's number, else the room after the longest prompt."""
+def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready, *, strict: bool) -> list[int]:
+    """Most tokens of each prompt's sequences: the body's number, but no more than the room after the prompt.
+
+    Raises:
+        ApiError: a prompt leaves no room, min_tokens does not fit, or the body's number does not and `strict` is set.
+    """
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    room = ready.max_request_tokens - longest
-    wanted = body.max_output_tokens
-    max_tokens = room if wanted is None else wanted
-    if max_tokens > room or (wanted is None and room < 1):
-        raise too_long(longest, max(max_tokens, 1), ready.max_request_tokens, body)
-    if body.min_tokens > max_tokens:
-        raise bad_request(f"min_tokens exceeds the {max_tokens} tokens that fit", "min_tokens", "invalid_value")
+    room, wanted = ready.max_request_tokens - longest, body.max_output_tokens
+    least = 0 if wanted == 0 else 1
+    if room < least or (strict and wanted is not None and wanted > room):
+        raise too_long(longest, max(wanted or 0, 1), ready.max_request_tokens, body)
+    rooms = [ready.max_request_tokens - len(prompt.token_ids) for prompt in prompts]
+    max_tokens = [room if wanted is None else min(wanted, room) for room in rooms]
+    if body.min_tokens > min(max_tokens):
+        raise bad_request(f"min_tokens exceeds the {min(max_tokens)} tokens that fit", "min_tokens", "invalid_value")
     return max_tokens
 
 

@@ -72,13 +72,13 @@ def encode(
 
 def too_long(tokens: int, max_tokens: int, limit: int, body: GenerationBody) -> ApiError:
     """The error for a prompt that leaves no room for the output."""
-    wanted = body.name("max_tokens")
+    wanted, is_full = body.name("max_tokens"), tokens >= limit
     message = (
         f"this model's maximum context length is {limit} tokens, however you requested "
         f"{tokens + max_tokens} tokens ({tokens} in your prompt; {max_tokens} for the completion); "
-        f"reduce the prompt or {wanted}"
+        f"reduce the prompt{'' if is_full else f' or {wanted}'}"
     )
-    return bad_request(message, body.name(body.prompt_param) if tokens >= limit else wanted, "context_length_exceeded")
+    return bad_request(message, body.name(body.prompt_param) if is_full else wanted, "context_length_exceeded")
 
 
 def refuse_media(prompts: Iterable[Prompt], media: Set[int], tokenizer: Tokenizer, param: str) -> None:

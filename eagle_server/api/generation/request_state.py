@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
@@ -43,9 +43,13 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Stop strings of an output, and what it shows: the stop string, special tokens by their spelling, token ids."""
+    """Stop strings of an output, and what it shows: the stop string, special tokens by their spelling, token ids.
+
+    `own_stops`: the stop strings and stop tokens that the request's body names, for `stop_reason`.
+    """
 
     stops: Sequence[str] = ()
+    own_stops: Set[str | int] = frozenset()
     keep_stop: bool = False
     special: Mapping[int, str] = field(default_factory=dict)
     token_ids: bool = False
@@ -56,7 +60,8 @@ class OutputDelta:
     """The output that one token delta added to a choice. `text` has neither thinking nor tool calls.
 
     `is_first` marks the choice's first delta that is not empty. `tokens`, `token_ids` and `trees` are empty
-    unless the request asked for them.
+    unless the request asked for them. `stop_reason` is the stop string or the stop token of the request that ended the
+    text, None if something else did.
     """
 
     index: int
@@ -67,6 +72,7 @@ class OutputDelta:
     token_ids: list[int] = field(default_factory=list)
     trees: list[DraftTree] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     is_first: bool = False
 
     @property
@@ -82,7 +88,7 @@ class OutputDelta:
         self.tokens += other.tokens
         self.token_ids += other.token_ids
         self.trees += other.trees
-        self.finish_reason = other.finish_reason
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
 
     def add_parsed(self, parsed: ParsedText) -> None:
         """Append what the parser returned."""
@@ -126,6 +132,7 @@ class RequestState:
         self._stops = StopStrings(options.stops, keep=options.keep_stop)
         self._options = options
         self._end_token_ids = end_token_ids
+        self._end_token: int | None = None  # the one that ended generation
         self._must_echo = prompt.echo is not None
         self._text_offset = 0
         self._has_output = False
@@ -161,6 +168,7 @@ class RequestState:
             if self._parser is not None:
                 output.add_parsed(self._parser.flush())
             output.finish_reason = self._finish_reason(delta.finish_reason)
+            output.stop_reason = self._stop_reason
         if not (self._has_output or output.is_empty):
             self._has_output = output.is_first = True
         return output
@@ -175,6 +183,12 @@ class RequestState:
         if not (self.is_stopped or reason is FinishReason.STOP):
             return str(reason.value)
         return "tool_calls" if self._parser is not None and self._parser.complete else "stop"
+
+    @property
+    def _stop_reason(self) -> str | int | None:
+        """vLLM's `stop_reason`."""
+        ended = self._end_token if self.stop_string is None else self.stop_string
+        return ended if ended in self._options.own_stops else None
 
     def raise_if_failed(self, delta: TokenDelta) -> None:
         """
@@ -195,6 +209,8 @@ class RequestState:
         last = len(delta.token_ids) - 1
         for position, token_id in enumerate(delta.token_ids):
             ends = position == last and delta.finish_reason is FinishReason.STOP and token_id in self._end_token_ids
+            if ends:
+                self._end_token = token_id
             text = "" if ends and not self._options.keep_stop else self._detokenizer.push(token_id)
             if self._options.token_ids:
                 output.token_ids.append(token_id)

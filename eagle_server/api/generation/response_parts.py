@@ -119,13 +119,13 @@ def encoded(part: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(part))
 
 
-def possible_scores(body: GenerationBody, prompt_tokens: int) -> Counter[str]:
-    """The most scores that the response may have, by parameter: `prompt_tokens` tokens and outputs of full length.
+def possible_scores(body: GenerationBody, prompt_tokens: int, max_tokens: int) -> Counter[str]:
+    """The most scores that the response may have, by parameter. Both numbers are sums over the prompts.
 
     The scores of outputs without a length limit are not included. They are counted when they arrive.
     """
     prompts = body.candidates * prompt_tokens
-    output = body.sequences * (body.max_output_tokens or 0)
+    output = 0 if body.max_output_tokens is None else body.candidates * max_tokens
     return scores_of(body, output + (prompts if body.echoes else 0), prompts, output)
 
 

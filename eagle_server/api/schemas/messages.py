@@ -281,6 +281,7 @@ class MessagesRequest(SamplingBody, AnthropicConversation):
         **AnthropicConversation.neutral,
         "service_tier": ("auto", "standard_only"),
     }
+    requires_max_tokens: ClassVar[bool] = True
 
     max_tokens: int = Field(ge=1)
     stop_sequences: StopTexts = Field(default_factory=list)

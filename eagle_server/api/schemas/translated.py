@@ -13,9 +13,13 @@ from eagle_server.api.schemas.generation import SamplingBody
 
 
 class TranslatedBody(Body):
-    """A body that has a chat's meaning. `names` maps the chat's parameters to its own, for errors."""
+    """A body that has a chat's meaning. `names` maps the chat's parameters to its own, for errors.
+
+    `requires_max_tokens`: clients must send max_tokens, so it is always lowered to what fits.
+    """
 
     names: ClassVar[Mapping[str, str]] = {}
+    requires_max_tokens: ClassVar[bool] = False
 
     @property
     def messages_of_chat(self) -> list[Message]:

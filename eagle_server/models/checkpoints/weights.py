@@ -7,7 +7,7 @@ import logging
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ _LOCAL_MARKS = ("/", ".", "~", "\\")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "mask_embedding.pt"]
 _HUB_PICKLES = ["*.bin", "*.bin.index.json", "*.pt"]
 _HUB_SKIPPED = ["*/*", "consolidated*"]
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer file begins
 _MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
@@ -252,7 +253,17 @@ def _projections(attention: str) -> tuple[str, str]:
     return f"{attention}q_proj.weight", f"{attention}k_proj.weight"
 
 
+def _refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError if a Git LFS pointer stands in place of a weight file."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a Git LFS pointer, not the weights; fetch them in {path.parent} with: git lfs pull"
+            )
+
+
 def _safetensors(path: Path) -> Weights:
+    _refuse_pointer(path)
     try:
         handle: Any = safe_open(path, framework="pt")
         keys: list[str] = list(handle.keys())
@@ -284,6 +295,7 @@ def _pickled(path: Path) -> Weights:
 
 def load_pickle(path: Path) -> Any:
     """The content of a file saved by torch, plain data only. Code in it is refused and never run."""
+    _refuse_pointer(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:

@@ -267,6 +267,19 @@ def test_truncated_file_is_refused_in_one_line(directory: Path, size: int) -> No
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors", "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_named_with_the_command_that_fetches_the_weights(directory: Path, name: str) -> None:
+    (directory / "model.safetensors").unlink()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 4976698672\n"
+    (directory / name).write_text(pointer)
+    if "00001" in name:
+        index = {"weight_map": {"model.norm.weight": name}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{name}: a Git LFS pointer, .* git lfs pull") as caught:
+        load_target(directory, Loading(progress=False))
+    assert "\n" not in str(caught.value)
+
+
 def test_context_sizes_the_rope_table(directory: Path) -> None:
     assert load_target(directory, Loading(progress=False)).rope.cos.shape[0] == 64
     assert load_target(directory, Loading(context=200, progress=False)).rope.cos.shape[0] == 200
