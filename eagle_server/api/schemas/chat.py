@@ -85,6 +85,8 @@ class ToolCallParam(Copied):
     """A tool call of an earlier assistant message."""
 
     id: str | None = None
+    type: Any = None
+    index: Any = None  # of a stream's pieces
     function: FunctionCall | None = None
     custom: CustomCall | None = None
 
