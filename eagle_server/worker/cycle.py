@@ -47,7 +47,6 @@ class Drawn:
 class Cycle:
     """What the stages of one cycle find, by stage. `tree` is set by drafting, and again after the token masks.
 
-
     Except `host`, fields without a value are set only in cycles with decodes. `draft_batch` and what belongs to it are
     about the requests that draft, in the order of `budget.drafting`; the rest is about all decodes of the plan, in its
     order.
