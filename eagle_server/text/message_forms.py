@@ -23,10 +23,11 @@ class Written(str):
 def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Messages]:
     """The messages as given, then in forms that more templates take. Values are shared: do not change them."""
     given = [dict(message) for message in messages]
+    yield given
     joined = _with_one_system_message(given)
     turns = _joined_turns([*joined[:1], *(_as_user(message) for message in joined[1:])])
     without = _joined_turns([_as_user(message) for message in joined])
-    tried: list[Messages] = []
+    tried = [given]
     for form in (given, joined, turns, without):
         for kept in (form, _with_objects(form)):
             if kept not in tried:
