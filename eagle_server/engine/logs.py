@@ -13,6 +13,9 @@ HUMAN = "%(asctime)s %(message)s"
 WARNING = "%(asctime)s %(levelname)s: %(message)s"
 DEBUG = "%(asctime)s.%(msecs)03d %(levelname)s %(processName)s %(name)s: %(message)s"
 
+# What line splitters take for line ends, except the line feed, which messages and tracebacks of several lines contain.
+LINE_ENDS = {ord(end): repr(end)[1:-1] for end in "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"}
+
 Context = Callable[[], Mapping[str, Any]]
 
 
@@ -33,12 +36,18 @@ def configure_logging(style: LogStyle, context: Context = dict) -> None:
 
 
 class HumanLines(logging.Formatter):
-    """Text lines. The context follows the message in brackets. `whole`: with milliseconds, process and module."""
+    """Text lines. The context follows the message in brackets. `whole`: with milliseconds, process and module.
+
+    All line ends but the line feed are escaped as by repr.
+    """
 
     def __init__(self, context: Context, *, whole: bool = False) -> None:
         super().__init__(DEBUG if whole else HUMAN, datefmt="%H:%M:%S")
         self._context, self._whole = context, whole
         self._warning = logging.PercentStyle(WARNING)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).translate(LINE_ENDS)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         plain = self._whole or record.levelno == logging.INFO
