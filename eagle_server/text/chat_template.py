@@ -25,6 +25,7 @@ from eagle_server.text.message_forms import Written, forms, says_all
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 VARIABLES = "chat_template_kwargs"
+PROBE = "a text that a template should print"
 END_OF_CONTENT = "\ue000the final message ends here\ue000"  # private-use characters, which no real message has
 
 
@@ -78,15 +79,34 @@ class _CompiledTemplate:
     source: str
     render: Callable[..., str]
     variables: frozenset[str]
+    takes_parts: bool  # a message's content is a list of parts, as templates of models that see images have it
 
     @classmethod
     def of(cls, source: str) -> _CompiledTemplate:
         environment = _environment()
         try:
             variables = find_undeclared_variables(environment.parse(source)) - FUNCTIONS
-            return cls(source, environment.from_string(source).render, frozenset(variables))
+            render = environment.from_string(source).render
+            return cls(source, render, frozenset(variables), _takes_parts(render))
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is broken: {_one_line(error)}") from error
+
+
+def _takes_parts(render: Callable[..., str]) -> bool:
+    """Whether the template leaves out a text, but says it as a part."""
+
+    def says(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            return PROBE in render(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+        except Exception:  # a template may need what a conversation alone has
+            return False
+
+    return not says(PROBE) and says(_parts(PROBE))
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 @dataclass(frozen=True)
@@ -221,6 +241,9 @@ class ChatTemplate:
                     message["thinking"] = message["reasoning_content"]
         if conversation.continue_final_message:
             messages[-1]["content"] += END_OF_CONTENT
+        if template.takes_parts:
+            for message in messages:
+                message["content"] = _parts(message["content"])
         return messages
 
 

@@ -13,8 +13,10 @@ from eagle_server.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"  # where transformers writes the second of two templates
 OLD_TEMPLATE_FILE = "chat_template.json"
 CONFIG_FILE = "tokenizer_config.json"
+PROCESSOR_FILE = "processor_config.json"
 MAP_FILE = "special_tokens_map.json"
 
 # A model that has these tokens but no template was most likely trained on ChatML.
@@ -51,21 +53,28 @@ def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = N
         return ChatTemplate(Path(file).read_text(encoding="utf-8"), special_tokens)
     source: object = read_text(location, TEMPLATE_FILE)
     if source is None:
-        source = config.get("chat_template") or read_json(location, OLD_TEMPLATE_FILE).get("chat_template")
+        source = config.get("chat_template")
+    for file_of_processor in (OLD_TEMPLATE_FILE, PROCESSOR_FILE):
+        source = source or read_json(location, file_of_processor).get("chat_template")
+    if not source:
+        return _default(tokenizer, special_tokens)
+    templates = _named(source)
+    tool_source = read_text(location, TOOL_TEMPLATE_FILE) or templates.get("tool_use")
+    return ChatTemplate(templates["default"], special_tokens, tool_source=tool_source)
+
+
+def _named(source: Any) -> dict[str, str]:
+    """Templates by name. `source`: one text, a list of {"name", "template"}, or an object. `tool_use` is for tools."""
     if isinstance(source, str):
-        return ChatTemplate(source, special_tokens)
-    if source:
-        return _named(source, special_tokens)
-    return _default(tokenizer, special_tokens)
-
-
-def _named(entries: Any, special_tokens: dict[str, str]) -> ChatTemplate:
-    """The templates in a list of {"name", "template"}. Models with a second template for tools have such a list."""
+        return {"default": source}
     try:
-        templates = {str(entry["name"]): str(entry["template"]) for entry in entries}
-        return ChatTemplate(templates["default"], special_tokens, tool_source=templates.get("tool_use"))
-    except (KeyError, TypeError):
-        raise ValueError(f"{CONFIG_FILE}: chat_template should be a text, or a list with one named default") from None
+        entries = source.items() if isinstance(source, dict) else ((each["name"], each["template"]) for each in source)
+        templates = {str(name): str(template) for name, template in entries}
+    except (KeyError, TypeError, ValueError):
+        templates = {}
+    if "default" not in templates:
+        raise ValueError(f"{CONFIG_FILE}: chat_template should be a text, or a list with one named default")
+    return templates
 
 
 def _default(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> ChatTemplate:

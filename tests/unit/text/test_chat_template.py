@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers import AddedToken, models
 
 from eagle_server.text.chat_template import ChatTemplate, Conversation, TemplateError
@@ -148,3 +149,54 @@ def test_hints_reach_templates_that_read_them_and_no_others() -> None:
     assert ChatTemplate("{{ messages[0].content }}").render(Conversation(messages, hints=hints)) == "hi"
     wins = Conversation(messages, variables={"enable_thinking": True}, hints=hints)
     assert ChatTemplate(source).render(wins) == "hi thinks: True"
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+TOOLS = "{{ tools | length }} tools\n" + TEMPLATE
+# SmolVLM, Idefics and LLaVA go through parts; Qwen2-VL takes both.
+PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}"
+    "{% endfor %};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+BOTH = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}<{{ c.text }}>{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["jinja files", "in the config"])
+@pytest.mark.parametrize(
+    "templates", [TEMPLATE, {"default": TEMPLATE}, {"default": TEMPLATE, "tool_use": TOOLS, "rag": "never"}], ids=str
+)
+def test_what_transformers_saves_is_read(tmp_path: Path, templates: Any, files: bool) -> None:
+    """Written by save_pretrained; the expected text is that of apply_chat_template."""
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[])), chat_template=templates
+    )
+    made.save_pretrained(tmp_path, save_jinja_files=files)
+    template = load_chat_template(str(tmp_path), tokenizer())
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for tools in ([], [tool]):
+        expected = made.apply_chat_template(MESSAGES, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        if tools and "tools" not in expected:
+            with pytest.raises(TemplateError, match="no place for tools"):
+                template.render(Conversation(MESSAGES, tools=tools))
+        else:
+            assert template.render(Conversation(MESSAGES, tools=tools)) == expected
+
+
+def test_a_processors_template_is_read(tmp_path: Path) -> None:
+    for name in ("chat_template__json", "processor_config__json"):
+        location = write(tmp_path, **{name: {"chat_template": "processor"}})
+        assert load_chat_template(location, tokenizer()).render(Conversation(MESSAGES)) == "processor"
+        (tmp_path / name.replace("__", ".")).unlink()
+
+
+def test_templates_that_go_through_parts_get_parts() -> None:
+    messages = [{"role": "system", "content": "s"}, *MESSAGES, {"role": "assistant", "content": "So "}]
+    assert ChatTemplate(PARTS).render(Conversation(messages)) == "system: s;user: hi;assistant: So ;a:"
+    going_on = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
+    assert ChatTemplate(PARTS).render(going_on) == "system: s;user: hi;assistant: So "
+    assert ChatTemplate(BOTH).render(Conversation(messages)) == "system: s;user: hi;assistant: So ;"
