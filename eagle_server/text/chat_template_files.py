@@ -52,6 +52,7 @@ def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = N
     if file is not None:
         return ChatTemplate(Path(file).read_text(encoding="utf-8"), special_tokens)
     source: object = read_text(location, TEMPLATE_FILE)
+    tool_source = None if source is None else read_text(location, TOOL_TEMPLATE_FILE)
     if source is None:
         source = config.get("chat_template")
     for file_of_processor in (OLD_TEMPLATE_FILE, PROCESSOR_FILE):
@@ -59,8 +60,7 @@ def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = N
     if not source:
         return _default(tokenizer, special_tokens)
     templates = _named(source)
-    tool_source = read_text(location, TOOL_TEMPLATE_FILE) or templates.get("tool_use")
-    return ChatTemplate(templates["default"], special_tokens, tool_source=tool_source)
+    return ChatTemplate(templates["default"], special_tokens, tool_source=tool_source or templates.get("tool_use"))
 
 
 def _named(source: Any) -> dict[str, str]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+from tokenizers import AddedToken
 
 from eagle_server.hub import HubError
-from eagle_server.text.model_files import find_file
+from eagle_server.text.model_files import find_file, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"  # may declare more tokens
+ADDED_FIELDS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
 # formats that transformers may read
 OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 _MEDIA = re.compile(r"image|img|video|audio|vision|media", re.IGNORECASE)
 _LONG = 1024  # token ids; decoding more takes a millisecond
+
+
+logger = logging.getLogger(__name__)
 
 
 class TooManyTokens(ValueError):
@@ -151,7 +158,7 @@ def load_tokenizer(location: str) -> Tokenizer:
         file = _find(location)
         if file is None:
             return TransformersTokenizer(location)
-        return FastTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+        return FastTokenizer(_from_file(file, location))
     except HubError:
         raise
     except Exception as error:  # tokenizers raises Exception itself
@@ -168,7 +175,31 @@ def read_tokenizer_file(location: str) -> tokenizers.Tokenizer:
     file = find_file(location, TOKENIZER_FILE)
     if file is None:
         raise ValueError(f"{location} has no {TOKENIZER_FILE}, which grammars need")
-    return tokenizers.Tokenizer.from_file(str(file))
+    return _from_file(file, location)
+
+
+def _from_file(file: Path, location: str) -> tokenizers.Tokenizer:
+    """The tokenizer with the tokens that other files of the model add to it, as in transformers."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    for number, token in sorted(_declared(location).items()):
+        if tokenizer.token_to_id(token.content) is not None:
+            continue
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        if (found := tokenizer.token_to_id(token.content)) != number:
+            logger.warning("%s: token %r is declared with id %d, and gets %s", location, token.content, number, found)
+    return tokenizer
+
+
+def _declared(location: str) -> dict[int, tokenizers.AddedToken]:
+    """Added tokens by id: those of tokenizer_config.json, or of the older added_tokens.json."""
+    described: dict[str, Any] | None = read_json(location, CONFIG_FILE).get("added_tokens_decoder")
+    if described is None:
+        older = read_json(location, ADDED_FILE)
+        return {number: AddedToken(content, special=True) for content, number in older.items()}
+    return {
+        int(number): AddedToken(**{name: value for name, value in fields.items() if name in ADDED_FIELDS})
+        for number, fields in described.items()
+    }
 
 
 def _find(location: str) -> Path | None:
