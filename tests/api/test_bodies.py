@@ -290,11 +290,11 @@ class Clients:
         self.admission: Admission = state.admission
         original = completions.prepare
 
-        def held(body: CompletionRequest, *given: Any) -> Any:
+        def held(body: CompletionRequest, *given: Any, strict: bool) -> Any:
             self.begun.append(str(body.user)[:10])
             if str(body.user).startswith("held"):
                 assert self.gate.wait(60)
-            return original(body, *given)
+            return original(body, *given, strict=strict)
 
         monkeypatch.setattr(completions, "prepare", held)
 
