@@ -78,7 +78,8 @@ SamplingParams = GenerationParams  # vLLM's name, which the engine's own struct 
 class CompletionOutput:
     """One choice. logprobs: per token, the log-probabilities of its alternatives and itself by id; None: not requested.
 
-    Chats set `reasoning` and `tool_calls`, and leave both out of `text`.
+    stop_reason: the stop text or stop token of the parameters that ended it. Chats set `reasoning` and `tool_calls`,
+    and leave both out of `text`.
     """
 
     index: int
@@ -88,6 +89,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    stop_reason: str | int | None = None
 
 
 @dataclass
@@ -229,7 +231,7 @@ def _output(prepared: Prepared, text: str | None, whole: Mapping[str, OutputDelt
     for index, output in enumerate(prepared.best(outputs)):
         logprobs = [_scores(token) for token in output.tokens] if scored else None
         parts = output.text, output.token_ids, logprobs, output.finish_reason, output.reasoning, tool_calls_of(output)
-        choices.append(CompletionOutput(index, *parts))
+        choices.append(CompletionOutput(index, *parts, output.stop_reason))
     first = prepared.states[0]
     metrics = SpeculativeMetrics.of(first.spec) if len(prepared.states) == 1 else None
     return RequestOutput(prepared.response_id, text, first.prompt.token_ids, choices, metrics)

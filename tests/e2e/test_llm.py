@@ -63,6 +63,14 @@ def test_chats_are_those_of_the_server(llm: LLM, served: Served) -> None:
     assert [each.outputs[0].text for each in both] == [output.outputs[0].text] * 2
 
 
+def test_what_ended_a_text_is_said(llm: LLM) -> None:
+    [plain] = llm.generate("def f(", max_tokens=20, temperature=0, use_tqdm=False)
+    [ended] = llm.generate("def f(", max_tokens=20, temperature=0, stop=[plain.outputs[0].text[3:5]], use_tqdm=False)
+    assert plain.outputs[0].stop_reason is None
+    assert ended.outputs[0].stop_reason == plain.outputs[0].text[3:5]
+    assert ended.outputs[0].finish_reason == "stop"
+
+
 def test_choices_logprobs_and_metrics(llm: LLM) -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=8, logprobs=2)
     first, second = llm.generate([[*range(20, 30)], PROMPTS[0]], params, use_tqdm=False)
