@@ -86,6 +86,15 @@ class NativeWeight:
         rest.scales, rest.zeros = (x if x is None else x[:, first:].contiguous() for x in (self.scales, self.zeros))
         return rest
 
+    def rows_until(self, count: int) -> NativeWeight:
+        """The first `count` outputs, over the same memory. Rounded weights have a copy of the scales."""
+        begin = NativeWeight.__new__(NativeWeight)
+        begin.dtype, begin._kind, begin._group, begin.inputs = self.dtype, self._kind, self._group, self.inputs
+        begin.outputs, begin.data = count, self.data
+        padded = -(-count // _GROUP) * _GROUP
+        begin.scales, begin.zeros = (x if x is None else x[:, :padded].contiguous() for x in (self.scales, self.zeros))
+        return begin
+
     def tensors(self) -> dict[str, Tensor]:
         """What `packed` takes, of rounded weights."""
         parts = {"data": self.data, "scales": self.scales, "zeros": self.zeros}

@@ -29,7 +29,8 @@ def recognizes(files: DraftFiles) -> bool:
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
     """The language model, in the target's dtype and on its device.
 
-    If the target's files are known, the tokenizers are compared too.
+    If the target's files are known, the tokenizers are compared too. Embeddings of other sizes are then taken, if the
+    tokenizer needs none of the rows in which they differ.
 
     Raises:
         CheckpointError: the files hold a head, the model cannot be loaded as a target, or its vocabulary is not the
@@ -49,13 +50,13 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
             "have keys and values alone; choose another draft"
         )
     wanted = target.config.vocab_size
-    if config.vocab_size != wanted:
+    used = None if files.target is None else _check_tokenizers(directory, files.target)
+    if config.vocab_size != wanted and (used is None or used > min(config.vocab_size, wanted)):
+        why = "their tokenizers cannot be compared" if used is None else f"the tokenizer has {used} ids"
         raise CheckpointError(
-            f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}: a draft model must have the "
-            "target's vocabulary; choose a smaller model of the same family"
+            f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}, and {why}: a draft model must "
+            "have the target's vocabulary; choose a smaller model of the same family"
         )
-    if files.target is not None:
-        _check_tokenizers(directory, files.target)
     if config.max_position < how.context:
         log.warning(
             "%s: trained for %d positions and the target is served with %d: beyond them few drafts will be accepted",
@@ -67,7 +68,7 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
         dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
         device=target.embed.device,
     )
-    return DraftLM(model)
+    return DraftLM(model, wanted)
 
 
 def _has_llamas_names(files: DraftFiles) -> bool:
@@ -75,11 +76,11 @@ def _has_llamas_names(files: DraftFiles) -> bool:
     return needed <= set(files.tensors) and "fc.weight" not in files.tensors
 
 
-def _check_tokenizers(draft: Path, target: Path) -> None:
-    """If both have a tokenizer.json, all ids must mean the same tokens."""
+def _check_tokenizers(draft: Path, target: Path) -> int | None:
+    """The number of ids, if both have a tokenizer.json; None: unknown. All ids must mean the same tokens."""
     files = [directory / _TOKENIZER for directory in (draft, target)]
     if draft == target or not all(file.is_file() for file in files):
-        return
+        return None
     import tokenizers  # only here, because a GPU benchmark loads other heads without this package
 
     mine, theirs = (tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
@@ -89,3 +90,4 @@ def _check_tokenizers(draft: Path, target: Path) -> None:
             f"{files[0]}: another vocabulary than {files[1]}: token {token!r} is {mine.get(token)} there and "
             f"{theirs.get(token)} in the target's; choose a draft model of the same family"
         )
+    return max(mine.values(), default=-1) + 1

@@ -1,0 +1,88 @@
+"""A draft model whose embedding has other rows of padding than the target's: the texts are those without drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
+from eagle_server.models.config import CheckpointError
+from eagle_server.ops.native.library import use_native
+from eagle_tools.training.tiny import tiny_pair
+from tests.support.engines import plain, request, run, speculative, tokens_of
+
+ROWS = 64  # of the tokenizer
+MORE = ROWS + 21  # no multiple of what kernels take at once
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with embeddings of ROWS and of MORE rows; the others are random, as padding is."""
+    root = tmp_path_factory.mktemp("models")
+    narrow = tiny_pair(root, kind="eagle", steps=30, vocab=ROWS).target
+    wide = root / "wide"
+    shutil.copytree(narrow, wide)
+    config, tensors = json.loads((wide / "config.json").read_text()), load_file(wide / "model.safetensors")
+    (wide / "config.json").write_text(json.dumps({**config, "vocab_size": MORE}))
+    generator = torch.Generator().manual_seed(1)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            more = torch.randn(MORE - ROWS, tensors[name].shape[1], generator=generator) * tensors[name].std()
+            tensors[name] = torch.cat([tensors[name], more.to(tensors[name].dtype)])
+    save_file(tensors, wide / "model.safetensors")
+    shutil.copytree(narrow, root / "narrow")
+    return root
+
+
+REQUESTS = [
+    request(i, [1 + (7 * i + j) % 60 for j in range(5 + 4 * i)], max_tokens=24, seed=i, temperature=t, ignore_eos=True)
+    for i, t in enumerate((0.0, 0.0, 1.0, 0.7, 3.0))
+]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("target", "draft"), [("wide", "narrow"), ("narrow", "wide")])
+def test_texts_are_those_without_drafts(
+    models: Path, target: str, draft: str, quantization: Any, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "torch":
+        if quantization:
+            pytest.skip("rounded weights are the native kernels'")
+        monkeypatch.setattr("eagle_server.ops.native.library._enabled", False)
+    else:
+        use_native("native")
+    how = Loading(context=256, lookahead=16, progress=False, quantization=quantization)
+    served = load_target(models / target, how, dtype="float32")
+    smaller = load_draft(models / draft, served, how, algorithm="STANDALONE", target_path=models / target)
+    expected = tokens_of(run(plain(served), REQUESTS))
+    engine = speculative(served, smaller, 3, 8)
+    assert tokens_of(run(engine, REQUESTS)) == expected
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    if target == "wide":
+        assert max(max(tokens) for tokens in expected.values()) >= ROWS, "the hot request draws a row of padding"
+    assert smaller.draft_vocab_size == ROWS
+
+
+def test_a_row_that_the_tokenizer_needs_is_refused(models: Path, tmp_path: Path) -> None:
+    for name in ("narrow", "wide"):
+        shutil.copytree(models / name, tmp_path / name)
+        file = tmp_path / name / "tokenizer.json"
+        values = json.loads(file.read_text())
+        values["model"]["vocab"]["zz"] = ROWS
+        file.write_text(json.dumps(values))
+    how = Loading(context=256, progress=False)
+    served = load_target(tmp_path / "wide", how, dtype="float32")
+    with pytest.raises(CheckpointError, match=rf"vocab_size {ROWS}, but the target's is {MORE}, and the tokenizer has"):
+        load_draft(tmp_path / "narrow", served, how, algorithm="STANDALONE", target_path=tmp_path / "wide")
+    with pytest.raises(CheckpointError, match="their tokenizers cannot be compared"):
+        load_draft(tmp_path / "narrow", served, how, algorithm="STANDALONE")
