@@ -11,6 +11,7 @@ from typing import Any
 
 import llguidance
 
+from eagle_server.engine.grammars.json_schemas import places, simplified
 from eagle_server.request import Grammar
 from eagle_server.text.tools.grammars import JSON, json_rule, literal
 
@@ -20,10 +21,6 @@ _OWN_OPTIONS = re.compile(r"^%llguidance .*\n", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
-_NAMED = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)  # map names to schemas
-_VALUES = frozenset({"const", "enum", "default", "examples"})  # have values that are no schemas
 _CODE_POINT = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 
@@ -33,7 +30,7 @@ def llguidance_source(grammar: Grammar) -> str:
     Raises:
         ValueError: the source has a wrong form. Most errors show only when a matcher is made.
     """
-    source = _OWN_OPTIONS.sub("", _lark(grammar))
+    source = "".join(map(_simplified, _OWN_OPTIONS.sub("", _lark(grammar)).splitlines(keepends=True)))
     if grammar.thinking:
         source = f"start: thinking answer\n{grammar.thinking}answer: %lark {{\n{source}\n}}\n"
     return _OPTIONS + source
@@ -57,6 +54,17 @@ def _lark(grammar: Grammar) -> str:
             return grammar.source
 
 
+def _simplified(line: str) -> str:
+    """A line of Lark. A schema at its end loses the keywords that have no effect."""
+    head, mark, schema = line.partition(JSON)
+    if not mark:
+        return line
+    try:
+        return f"{head}{mark}{json.dumps(simplified(json.loads(schema)))}\n"
+    except ValueError:
+        return line
+
+
 def _parsed(source: str) -> Any:
     try:
         return json.loads(source)
@@ -68,8 +76,8 @@ def readable(error: str, source: str) -> str:
     """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
     if match := _UNIMPLEMENTED.search(error):
         keywords = {word.strip(' "') for word in match[1].split(",")}
-        places = sorted({place for schema in _schemas(source) for place in _places(schema, keywords)}, key=len)
-        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(places[:8] or sorted(keywords))
+        found = sorted({place for schema in _schemas(source) for place in places(schema, keywords)}, key=len)
+        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(found[:8] or sorted(keywords))
     if "panic" in error:
         return "llguidance cannot read it"
     if "NoExtension" in error:
@@ -88,24 +96,6 @@ def _schemas(source: str) -> Iterator[Any]:
     for line in source.splitlines():
         with suppress(ValueError):
             yield json.loads(line.partition(JSON)[2])
-
-
-def _places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:
-    """JSON pointers to the keywords in a schema."""
-    if isinstance(schema, list):
-        for number, part in enumerate(schema):
-            yield from _places(part, keywords, f"{path}/{number}")
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-        if key in keywords:
-            yield place
-        elif key in _NAMED and isinstance(value, dict):
-            for name, part in value.items():
-                yield from _places(part, keywords, f"{place}/{name.replace('~', '~0').replace('/', '~1')}")
-        elif key not in _VALUES:
-            yield from _places(value, keywords, place)
 
 
 def _character(match: re.Match[str]) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 
-from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars
+from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars, Vocabulary
+from eagle_server.engine.grammars.json_schemas import FORMATS
 from eagle_server.request import Grammar
+from eagle_server.text.tools.grammars import json_rule
 from tests.support.grammars import VOCAB, json_tokenizer
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "structured-output.md"
 TAGGED = {"properties": {"kind": {"const": "b"}, "n": {"type": "integer"}}, "required": ["kind"], "type": "object"}
 EVEN = {"type": "integer", "multipleOf": 2}
 
@@ -62,7 +68,20 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"next": {"$ref": "#"}}}, [{"next": {}}], [{"next": 1}]),
     ({"title": "t", "description": "d", "default": 1, "examples": [1], "$comment": "c", **EVEN}, [2], [3]),
     (True, [1, {"a": []}], []),
+    ({"type": "string", "format": "password"}, ["a", ""], [1]),
+    ({"type": "string", "format": "binary", "maxLength": 1}, ["a"], ["ab"]),
+    ({"format": "int32"}, [1, "a", None], []),
+    ({"type": "object", "additionalProperties": {"type": "string", "format": "path"}}, [{"a": "/"}], [{"a": 1}]),
+    ({"anyOf": [{"type": "string", "format": "phone"}, {"type": "null"}]}, ["1", None], [1]),
+    ({"$defs": {"c": {"type": "string", "format": "color"}}, "$ref": "#/$defs/c"}, ["red"], [1]),
+    ({"properties": {"format": {"type": "string", "format": "x"}}}, [{"format": "a"}], [{"format": 1}]),
+    ({"const": {"format": "x"}}, [{"format": "x"}], [{}, {"format": "y"}]),
+    ({"enum": [{"format": "x"}, 1], "default": {"format": "x"}}, [{"format": "x"}, 1], [{}]),
 ]  # fmt: skip
+ANNOTATIONS = {"password", "binary", "byte", "path", "file-path", "color", "phone", "ipv4network", "ipv6interface"} | {
+    *("uri-reference", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname", "json-pointer", "regex"),
+    *("relative-json-pointer", "int32", "int64", "float", "double", "decimal", "char", "base64url", "json-string"),
+}  # formats of the standard, OpenAPI, pydantic and .NET
 REFUSED: dict[str, Any] = {
     "#/not": {"not": {"type": "string"}},
     "#/if": {"if": {"type": "string"}, "then": {"maxLength": 2}, "else": {"type": "integer"}},
@@ -77,7 +96,6 @@ REFUSED: dict[str, Any] = {
     "#/unevaluatedProperties": {"unevaluatedProperties": False},
     "#/unevaluatedItems": {"unevaluatedItems": False},
     "#/$dynamicRef": {"$dynamicRef": "#a"},
-    "Unknown format: regex": {"type": "string", "format": "regex"},
     "maxProperties only supported when": {"type": "object", "properties": {"a": {}}, "maxProperties": 1},
     "oneOf": {"oneOf": [{"minimum": 1}, {"maximum": 3}]},
     "not disjoint": {"patternProperties": {"a": {}, "b": {"type": "string"}}},
@@ -105,6 +123,27 @@ def test_a_keyword_is_enforced(grammars: Grammars, schema: Any, right: list[Any]
         tokens = [tokenizer.token_to_id(character) for character in json.dumps(value)]
         conforms = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
         assert conforms == (value in right), value
+
+
+def test_the_formats_that_are_enforced_are_those_that_the_library_knows() -> None:
+    known = {name for name in FORMATS | ANNOTATIONS if not _matcher({"type": "string", "format": name}).is_error()}
+    assert known == FORMATS
+    listed = re.search(r"^Enforced formats: (.*)\.", DOCUMENT.read_text(), re.MULTILINE)
+    assert listed is not None
+    assert set(re.findall(r"`(.+?)`", listed[1])) == FORMATS
+
+
+def _matcher(schema: Any) -> llguidance.LLMatcher:
+    """llguidance's own, without what is changed before a schema goes to it."""
+    vocabulary = Vocabulary.of(json_tokenizer(), VOCAB, 0)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=VOCAB, eos_token=[0])
+    return llguidance.LLMatcher(tokenizer, json_rule("start", schema), log_level=0)
+
+
+def test_a_format_at_every_depth_is_taken(grammars: Grammars) -> None:
+    schema: Any = {"type": "string", "format": "ipv4network"}
+    nested = {"type": "array", "prefixItems": [{"allOf": [schema]}], "items": {"oneOf": [schema, {"type": "null"}]}}
+    compiled(grammars, {"properties": {"a": nested}, "patternProperties": {"^b": schema}})
 
 
 @pytest.mark.parametrize("words", REFUSED)
