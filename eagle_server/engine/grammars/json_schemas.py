@@ -1,8 +1,14 @@
-"""JSON schemas without the keywords that have no effect by the standard, but that llguidance refuses."""
+"""JSON schemas as llguidance takes them.
+
+Keywords that have no effect by the standard are left out, since llguidance refuses some. Bounds beyond 2^53 are
+rounded, since llguidance reads numbers as float64.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 FORMATS = frozenset(
@@ -12,10 +18,14 @@ _NAMED = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )  # map names to schemas
 _VALUES = frozenset({"const", "enum", "default", "example", "examples"})  # have values that are no schemas
+_SIDES = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
+_EXACT = 2**53  # llguidance reads smaller integers as they are
+_INT64 = 2**63 - 1
+_UNREAD = 2**64  # no bound beyond it can be enforced
 
 
 def simplified(schema: Any) -> Any:
-    """The schema without keywords that have no effect, in all its parts. Values that are data stay as they are."""
+    """The schema as llguidance takes it, in all its parts. Values that are data stay as they are."""
     if isinstance(schema, list):
         return [simplified(part) for part in schema]
     if not isinstance(schema, dict):
@@ -28,11 +38,50 @@ def simplified(schema: Any) -> Any:
             parts[key] = {name: simplified(part) for name, part in value.items()}
         elif not _has_no_effect(key, value):
             parts[key] = simplified(value)
+    _round_bounds(parts)
     return parts
 
 
 def _has_no_effect(key: str, value: Any) -> bool:
     return key == "format" and isinstance(value, str) and value not in FORMATS
+
+
+def _round_bounds(schema: dict[str, Any]) -> None:
+    """Round bounds beyond 2^53 to float64, so that no number outside them is allowed.
+
+    A range that has all of int64 on one side has no bound there: llguidance cannot build it. An integer's maximum
+    2^63 - 1 is the exception: llguidance enforces it.
+    """
+    kinds = schema.get("type")
+    is_integer = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+    for inclusive, exclusive, sign in _SIDES:
+        bounds = [(key, schema.get(key)) for key in (inclusive, exclusive)]
+        for key, bound in bounds:
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= _EXACT:
+                continue
+            is_strict = key == exclusive or schema.get(exclusive) is True  # true: the form of draft 4
+            del schema[key]
+            if schema.get(exclusive) is True:
+                del schema[exclusive]
+            last = int(bound) - sign * is_strict
+            if is_integer and last == _INT64 and sign > 0:
+                rounded = _INT64
+            elif sign * bound >= _INT64:
+                continue
+            else:
+                rounded = _inward(bound, sign, is_strict=is_strict, is_integer=is_integer)
+            schema[inclusive] = sign * min(sign * rounded, sign * schema.get(inclusive, rounded))
+
+
+def _inward(bound: float, sign: int, *, is_strict: bool, is_integer: bool) -> int:
+    """The nearest float64 within a bound beyond 2^53, where all of them are integers."""
+    if abs(bound) > _UNREAD:
+        return int(bound)
+    nearest, last = float(bound), sign * int(bound) - is_strict
+    # llguidance takes the value in a range of integers, and the shortest digits in a range of numbers.
+    while sign * int(nearest) > last or not (is_integer or sign * int(Decimal(repr(nearest))) <= last):
+        nearest = math.nextafter(nearest, -sign * math.inf)
+    return int(nearest)
 
 
 def places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:

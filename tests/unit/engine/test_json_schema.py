@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,33 @@ ANNOTATIONS = {"password", "binary", "byte", "path", "file-path", "color", "phon
     *("uri-reference", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname", "json-pointer", "regex"),
     *("relative-json-pointer", "int32", "int64", "float", "double", "decimal", "char", "base64url", "json-string"),
 }  # formats of the standard, OpenAPI, pydantic and .NET
+INTEGER, NUMBER, INT64 = {"type": "integer"}, {"type": "number"}, 2**63
+# (schema, numbers within it, numbers outside)
+BOUNDS: list[tuple[dict[str, Any], list[float], list[float]]] = [
+    ({**INTEGER, "minimum": -INT64, "maximum": INT64 - 1}, [-INT64, -1, 0, INT64 - 1], [INT64, 10**20]),
+    ({**INTEGER, "minimum": -INT64}, [-INT64, 0, 10**30], []),
+    ({**INTEGER, "minimum": 1 - INT64, "maximum": INT64 - 1}, [1 - INT64, INT64 - 1], [INT64]),
+    ({**INTEGER, "minimum": 0, "maximum": INT64 - 1}, [0, INT64 - 1], [-1, INT64]),
+    ({**INTEGER, "exclusiveMinimum": -INT64 - 1, "exclusiveMaximum": INT64}, [-INT64, INT64 - 1], [INT64]),
+    ({**INTEGER, "minimum": -INT64, "exclusiveMaximum": 5}, [-INT64, 4], [5]),
+    ({**INTEGER, "minimum": 0, "maximum": 2**64 - 1}, [0, INT64, 2**64 - 1], [-1]),
+    ({**INTEGER, "minimum": 1, "exclusiveMaximum": 2**64}, [1, 2**64 - 1], [0]),
+    ({**INTEGER, "minimum": -(2**31), "maximum": 2**31 - 1}, [-(2**31), 2**31 - 1], [-(2**31) - 1, 2**31]),
+    ({**INTEGER, "minimum": 0, "maximum": 2**32 - 1}, [0, 2**32 - 1], [-1, 2**32]),
+    ({**INTEGER, "minimum": -(2**53), "maximum": 2**53}, [-(2**53), 2**53], [-(2**53) - 1, 2**53 + 1]),
+    ({**INTEGER, "exclusiveMinimum": -(2**60), "exclusiveMaximum": 2**60}, [0, 2**59], [-(2**60), 2**60]),
+    ({**INTEGER, "maximum": 2**53 + 3}, [0, 2**53], [2**53 + 4]),
+    ({**INTEGER, "minimum": -(2**60), "maximum": 2**60, "exclusiveMaximum": True}, [0, -(2**60)], [2**60]),
+    ({**INTEGER, "minimum": 0, "maximum": 9223372036854775806}, [0, 2**62], [-1, INT64 - 1, INT64]),
+    ({"type": ["integer", "null"], "minimum": -INT64, "maximum": INT64 - 1}, [-INT64, INT64 - 1], [INT64]),
+    ({**INTEGER, "minimum": -9.223372036854776e18, "maximum": 9.223372036854776e18, "multipleOf": 5}, [-5, 10], [3]),
+    ({"anyOf": [{**INTEGER, "minimum": -INT64}, {"type": "null"}]}, [-INT64, 3], [0.5]),
+    ({**NUMBER, "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [-1e17, 0.5, 1e300], []),
+    ({**NUMBER, "minimum": 0, "maximum": 3.4028235e38}, [0.5, 3e38], [-0.5]),
+    ({**NUMBER, "minimum": -79228162514264337593543950335, "exclusiveMaximum": 0.5}, [-1e15, 0.25], [0.5]),
+    ({**NUMBER, "exclusiveMinimum": -1e308, "maximum": 9e18}, [-1.5, 9 * 10**18], [9 * 10**18 + 1]),
+    ({"minimum": -INT64, "maximum": 3}, [-INT64, 2.5], [4]),
+]  # fmt: skip
 REFUSED: dict[str, Any] = {
     "#/not": {"not": {"type": "string"}},
     "#/if": {"if": {"type": "string"}, "then": {"maxLength": 2}, "else": {"type": "integer"}},
@@ -117,12 +146,49 @@ def compiled(grammars: Grammars, schema: Any) -> CompiledGrammar:
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), ENFORCED, ids=lambda value: json.dumps(value)[:60])
 def test_a_keyword_is_enforced(grammars: Grammars, schema: Any, right: list[Any], wrong: list[Any]) -> None:
-    found, tokenizer = compiled(grammars, schema), json_tokenizer()
+    found = compiled(grammars, schema)
     for value in (*right, *wrong):
-        matcher = found.make()
-        tokens = [tokenizer.token_to_id(character) for character in json.dumps(value)]
-        conforms = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-        assert conforms == (value in right), value
+        assert conforms(found, json.dumps(value)) == (value in right), value
+
+
+def conforms(found: CompiledGrammar, text: str) -> bool:
+    matcher, tokenizer = found.make(), json_tokenizer()
+    tokens = [tokenizer.token_to_id(character) for character in text]
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), BOUNDS, ids=lambda value: json.dumps(value)[:80])
+def test_bounds_of_schema_generators_are_served(
+    grammars: Grammars, schema: Any, right: list[float], wrong: list[float]
+) -> None:
+    found = compiled(grammars, schema)
+    for value in (*right, *wrong):
+        digits = format(Decimal(value), "f")
+        assert conforms(found, digits) == (value in right), digits
+
+
+def test_random_numbers_are_within_the_bounds(grammars: Grammars) -> None:
+    """Every number that is allowed conforms. Within 2^53 every number that conforms is allowed."""
+    draw = random.Random(7)
+    for _ in range(60):
+        kind, low = draw.choice(["integer", "number"]), _any_integer(draw, 59)
+        high = low + abs(_any_integer(draw, 60))
+        strict_low, strict_high = draw.random() < 0.5, draw.random() < 0.5
+        lower, upper = "exclusiveMinimum" if strict_low else "minimum", "exclusiveMaximum" if strict_high else "maximum"
+        if high - low < 3:
+            continue
+        found = compiled(grammars, {"type": kind, lower: low, upper: high})
+        steps = [draw.randint(low, high), *(bound + step for bound in (low, high) for step in (-129, -1, 0, 1, 129))]
+        for value in steps:
+            right = low + strict_low <= value <= high - strict_high
+            allowed = conforms(found, str(value))
+            assert right or not allowed, (kind, low, high, value)
+            assert allowed or not right or max(abs(low), abs(high)) > 2**53, (kind, low, high, value)
+
+
+def _any_integer(draw: random.Random, bits: int) -> int:
+    most = 2 ** draw.randint(2, bits)
+    return draw.randint(-most, most)
 
 
 def test_the_formats_that_are_enforced_are_those_that_the_library_knows() -> None:
