@@ -18,6 +18,10 @@ _NAMED = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )  # map names to schemas
 _VALUES = frozenset({"const", "enum", "default", "example", "examples"})  # have values that are no schemas
+_NEEDED = {
+    **{"then": {"if"}, "else": {"if"}, "if": {"then", "else"}},
+    **{"minContains": {"contains"}, "maxContains": {"contains"}},
+}  # keywords that have no effect without one of these
 _SIDES = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
 _EXACT = 2**53  # llguidance reads smaller integers as they are
 _INT64 = 2**63 - 1
@@ -36,14 +40,36 @@ def simplified(schema: Any) -> Any:
             parts[key] = value
         elif key in _NAMED and isinstance(value, dict):
             parts[key] = {name: simplified(part) for name, part in value.items()}
-        elif not _has_no_effect(key, value):
+        else:
             parts[key] = simplified(value)
+    parts = {key: value for key, value in parts.items() if not _has_no_effect(key, value)}
+    for key, others in _NEEDED.items():
+        if not parts.keys() & others:
+            parts.pop(key, None)
+    if type(parts.get("minContains")) is int and parts["minContains"] == 0 and "maxContains" not in parts:
+        del parts["minContains"]
+        parts.pop("contains", None)
     _round_bounds(parts)
     return parts
 
 
 def _has_no_effect(key: str, value: Any) -> bool:
-    return key == "format" and isinstance(value, str) and value not in FORMATS
+    match key:
+        case "format":
+            return isinstance(value, str) and value not in FORMATS
+        case "uniqueItems" | "not":
+            return value is False
+        case "unevaluatedProperties" | "unevaluatedItems" | "propertyNames" | "then" | "else":
+            return _allows_all(value)
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return isinstance(value, dict) and all(part == [] or _allows_all(part) for part in value.values())
+        case "$dynamicAnchor" | "$recursiveAnchor":  # only references to them matter, and these are refused
+            return True
+    return False
+
+
+def _allows_all(schema: Any) -> bool:
+    return schema is True or schema == {}
 
 
 def _round_bounds(schema: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""Every keyword of JSON Schema is enforced or refused by name. None is ignored."""
+"""Every keyword of JSON Schema that forbids something is enforced or refused by name, as the table in the docs says."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"next": {"$ref": "#"}}}, [{"next": {}}], [{"next": 1}]),
     ({"title": "t", "description": "d", "default": 1, "examples": [1], "$comment": "c", **EVEN}, [2], [3]),
     (True, [1, {"a": []}], []),
+    ({"type": "array", "items": [EVEN], "additionalItems": {"type": "string"}}, [[2, "a"]], [[2, 2], [1]]),
+    ({"type": "array", "items": [EVEN], "additionalItems": False}, [[2], []], [[2, 2]]),
+    ({"contains": {"type": "string"}, "minContains": 0}, [[1], [], 1], []),
+    ({"if": {"type": "string"}, "then": {}, "else": True}, [1, "a"], []),
+    ({"if": {"type": "string"}}, [1, "a"], []),
+    ({"propertyNames": {"format": "x"}}, [{"a": 1}], []),
+    ({"dependentRequired": {"a": []}, "dependentSchemas": {"a": True}, "dependencies": {"a": {}}}, [{"a": 1}], []),
+    ({"properties": {"uniqueItems": EVEN, "not": False}}, [{"uniqueItems": 2}], [{"uniqueItems": 1}, {"not": 1}]),
     ({"type": "string", "format": "password"}, ["a", ""], [1]),
     ({"type": "string", "format": "binary", "maxLength": 1}, ["a"], ["ab"]),
     ({"format": "int32"}, [1, "a", None], []),
@@ -120,7 +129,12 @@ REFUSED: dict[str, Any] = {
     "#/maxContains": {"contains": {}, "maxContains": 2},
     "#/propertyNames": {"propertyNames": {"maxLength": 3}},
     "#/dependentRequired": {"dependentRequired": {"a": ["b"]}},
-    "#/dependentSchemas": {"dependentSchemas": {"a": {}}},
+    "#/dependentSchemas": {"dependentSchemas": {"a": {"required": ["b"]}}},
+    "#/then": {"if": {}, "then": False},
+    "#/else": {"if": {"type": "string"}, "else": False},
+    "#/uniqueItems": {"uniqueItems": True},
+    "#/contains": {"contains": {}, "minContains": 0, "maxContains": 1},
+    "#/$recursiveRef": {"$recursiveRef": "#"},
     "#/dependencies": {"dependencies": {"a": ["b"]}},
     "#/unevaluatedProperties": {"unevaluatedProperties": False},
     "#/unevaluatedItems": {"unevaluatedItems": False},
@@ -189,6 +203,42 @@ def test_random_numbers_are_within_the_bounds(grammars: Grammars) -> None:
 def _any_integer(draw: random.Random, bits: int) -> int:
     most = 2 ** draw.randint(2, bits)
     return draw.randint(-most, most)
+
+
+def documented(row: str) -> list[str]:
+    """The code in a row of the table of keywords."""
+    line = re.search(rf"^\| {row} \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert line is not None
+    return re.findall(r"`(.+?)`", line[1])
+
+
+def keywords_of(schemas: Iterable[Any]) -> set[str]:
+    found = set[str]()
+    for schema in schemas:
+        if isinstance(schema, dict):
+            found |= schema.keys() | keywords_of(schema.values())
+        elif isinstance(schema, list):
+            found |= keywords_of(schema)
+    return found
+
+
+def test_every_documented_keyword_has_an_example() -> None:
+    examples = keywords_of(schema for schema, _, wrong in ENFORCED if wrong)
+    assert {*documented("enforced"), *documented("enforced in part, otherwise refused")} <= examples
+    places = {words.rpartition("/")[2] for words in REFUSED if words.startswith("#")}
+    assert {*documented("refused")} - {"$ref", "pattern"} == places
+
+
+@pytest.mark.parametrize(
+    "code", documented("taken without effect") + documented("taken, since these values allow everything")
+)
+def test_a_documented_keyword_that_allows_everything_is_taken(grammars: Grammars, code: str) -> None:
+    key, _, value = code.partition(": ")
+    schema = {key: json.loads(value or '"a"')}
+    alone, nested = compiled(grammars, schema), compiled(grammars, {"properties": {"a": {"items": schema}}})
+    for text in ("1", '"a"', "[1, 1]", '{"a": 1, "b": {}}'):
+        assert conforms(alone, text)
+        assert conforms(nested, f'{{"a": [{text}]}}')
 
 
 def test_the_formats_that_are_enforced_are_those_that_the_library_knows() -> None:
