@@ -21,6 +21,19 @@ _OWN_OPTIONS = re.compile(r"^%llguidance .*\n", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
+_CALL = re.compile(r"call_(\d+)")  # begins the names of rules of one function's calls
+_WORDS = {  # of llguidance, and ours
+    re.compile(r"for integer range: min=(?:Some\()?([^),]+)\)?, max=(?:Some\()?([^)\s]+)"): (
+        r"the range of an integer cannot be enforced: minimum \1, maximum \2"
+    ),
+    re.compile(r"for float range: min=(?:Some\()?([^),]+)\)?, max=(?:Some\()?([^)\s]+)"): (
+        r"the range of a number cannot be enforced: minimum \1, maximum \2"
+    ),
+    re.compile(r"Resource '(.*?)' is not present"): r"$ref to another document cannot be followed: \1",
+    re.compile(r"Pointer '(.*?)' does not exist"): r"$ref to what the schema does not have: #\1",
+    re.compile("panic"): "llguidance cannot read it",
+    re.compile("NoExtension"): "it matches no text",
+}
 _CODE_POINT = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 
@@ -72,21 +85,31 @@ def _parsed(source: str) -> Any:
         raise ValueError("its JSON cannot be read: a number may be too long") from None
 
 
-def readable(error: str, source: str) -> str:
-    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
-    if match := _UNIMPLEMENTED.search(error):
+def readable(error: str, source: str, *, calls: bool = False) -> str:
+    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords.
+
+    `calls`: the source is a grammar of tool calls. Then "call 2: " begins the reason if the third function is wrong.
+    """
+    place = _PLACE.match(error)
+    line = source.splitlines()[int(place[1]) - 1] if place else ""
+    call = _CALL.match(line) if calls else None
+    return (f"call {call[1]}: " if call else "") + _reason(error, line, source)
+
+
+def _reason(error: str, line: str, source: str) -> str:
+    """The reason of an error in this line of the source; "" if its line is unknown."""
+    first = error.partition("\n")[0]  # the client's text may follow
+    if match := _UNIMPLEMENTED.search(first):
         keywords = {word.strip(' "') for word in match[1].split(",")}
-        found = sorted({place for schema in _schemas(source) for place in places(schema, keywords)}, key=len)
+        found = sorted({place for schema in _schemas(line or source) for place in places(schema, keywords)}, key=len)
         return "the JSON schema has keywords that cannot be enforced: " + ", ".join(found[:8] or sorted(keywords))
-    if "panic" in error:
-        return "llguidance cannot read it"
-    if "NoExtension" in error:
-        return "it matches no text"
+    for pattern, words in _WORDS.items():
+        if match := pattern.search(first):
+            return match.expand(words).replace("minimum None, ", "").replace(", maximum None", "")[:300]
     if match := _REGEX_ERROR.search(error):  # the text before it repeats the expression
         return match[1]
     reason = error.split("<non-verbose/>")[0].split("<state>")[0]
     if match := _PLACE.match(reason):
-        line = source.splitlines()[int(match[1]) - 1]
         reason = match[2] if JSON in line else f"{match[2]} in line {line.strip()[:100]}"
     return " ".join(reason.split())[:300]
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import llguidance
 import pytest
+from msgspec.structs import replace
 
 from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars, Vocabulary
 from eagle_server.engine.grammars.json_schemas import FORMATS
 from eagle_server.request import Grammar
-from eagle_server.text.tools.grammars import json_rule
+from eagle_server.text.tools.formats import HERMES
+from eagle_server.text.tools.grammars import call_grammar, json_rule
 from tests.support.grammars import VOCAB, json_tokenizer
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "structured-output.md"
@@ -140,6 +142,14 @@ REFUSED: dict[str, Any] = {
     "#/unevaluatedItems": {"unevaluatedItems": False},
     "#/$dynamicRef": {"$dynamicRef": "#a"},
     "maxProperties only supported when": {"type": "object", "properties": {"a": {}}, "maxProperties": 1},
+    "the range of an integer cannot be enforced: minimum 9000000000000000000": {
+        "minimum": 9e18,
+        **INTEGER,
+    },
+    "the range of a number cannot be enforced: minimum 1e18": {"type": "number", "minimum": 10**18},
+    "$ref to another document cannot be followed: http://a/b": {"$ref": "http://a/b"},
+    "$ref to what the schema does not have: #/$defs/a": {"$ref": "#/$defs/a"},
+    "minimum (5) is greater": {"type": "integer", "minimum": 5, "maximum": 3, "title": "panic NoExtension"},
     "oneOf": {"oneOf": [{"minimum": 1}, {"maximum": 3}]},
     "not disjoint": {"patternProperties": {"a": {}, "b": {"type": "string"}}},
     "minLength (3) is greater than maxLength (1)": {"type": "string", "minLength": 3, "maxLength": 1},
@@ -267,6 +277,15 @@ def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(grammars: Grammars
     with pytest.raises(ValueError, match="grammar: this json_schema cannot be followed: ") as error:
         compiled(grammars, REFUSED[words])
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("thinking", ["", "thinking: /a*/\n"])
+def test_a_schema_of_a_tool_is_refused_with_its_number(grammars: Grammars, thinking: str) -> None:
+    schemas = [{"type": "object"}, {"type": "object", "not": {}}, {"type": "object", "if": {}, "then": False}]
+    calls = call_grammar(HERMES, [(f"f{number}", schema) for number, schema in enumerate(schemas)], {}, single=True)
+    with pytest.raises(ValueError, match="call 1: ") as error:
+        grammars.compile(replace(calls, thinking=thinking)).result()
+    assert str(error.value).endswith("enforced: #/not")
 
 
 def test_the_clients_own_compiler_options_are_dropped(grammars: Grammars) -> None:
