@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
@@ -22,6 +22,7 @@ _NEEDED = {
     **{"then": {"if"}, "else": {"if"}, "if": {"then", "else"}},
     **{"minContains": {"contains"}, "maxContains": {"contains"}},
 }  # keywords that have no effect without one of these
+_ANCHORS = frozenset({"$dynamicAnchor", "$recursiveAnchor"})  # only references to them matter, and these are refused
 _SIDES = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
 _EXACT = 2**53  # llguidance reads smaller integers as they are
 _INT64 = 2**63 - 1
@@ -63,9 +64,9 @@ def _has_no_effect(key: str, value: Any) -> bool:
             return _allows_all(value)
         case "dependentRequired" | "dependentSchemas" | "dependencies":
             return isinstance(value, dict) and all(part == [] or _allows_all(part) for part in value.values())
-        case "$dynamicAnchor" | "$recursiveAnchor":  # only references to them matter, and these are refused
-            return True
-    return False
+        case "$schema":  # an unknown dialect is read as the newest draft
+            return isinstance(value, str) and "://json-schema.org/draft" not in value
+    return key in _ANCHORS
 
 
 def _allows_all(schema: Any) -> bool:
@@ -81,22 +82,27 @@ def _round_bounds(schema: dict[str, Any]) -> None:
     kinds = schema.get("type")
     is_integer = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
     for inclusive, exclusive, sign in _SIDES:
-        bounds = [(key, schema.get(key)) for key in (inclusive, exclusive)]
-        for key, bound in bounds:
-            if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= _EXACT:
+        for key in (inclusive, exclusive):
+            bound = schema.get(key)
+            if not _is_number(bound) or abs(bound) <= _EXACT:
                 continue
-            is_strict = key == exclusive or schema.get(exclusive) is True  # true: the form of draft 4
             del schema[key]
-            if schema.get(exclusive) is True:
+            is_strict = key == exclusive
+            if schema.get(exclusive) is True:  # the form of draft 4
+                is_strict = True
                 del schema[exclusive]
-            last = int(bound) - sign * is_strict
-            if is_integer and last == _INT64 and sign > 0:
+            if is_integer and sign > 0 and int(bound) - is_strict == _INT64:
                 rounded = _INT64
             elif sign * bound >= _INT64:
                 continue
             else:
                 rounded = _inward(bound, sign, is_strict=is_strict, is_integer=is_integer)
-            schema[inclusive] = sign * min(sign * rounded, sign * schema.get(inclusive, rounded))
+            other = schema.get(inclusive, rounded)
+            schema[inclusive] = sign * min(sign * rounded, sign * other) if _is_number(other) else other
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _inward(bound: float, sign: int, *, is_strict: bool, is_integer: bool) -> int:

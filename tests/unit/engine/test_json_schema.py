@@ -150,6 +150,7 @@ REFUSED: dict[str, Any] = {
     "$ref to another document cannot be followed: http://a/b": {"$ref": "http://a/b"},
     "$ref to what the schema does not have: #/$defs/a": {"$ref": "#/$defs/a"},
     "minimum (5) is greater": {"type": "integer", "minimum": 5, "maximum": 3, "title": "panic NoExtension"},
+    "Expected f64": {"type": "integer", "exclusiveMaximum": 2**62, "maximum": "a"},
     "oneOf": {"oneOf": [{"minimum": 1}, {"maximum": 3}]},
     "not disjoint": {"patternProperties": {"a": {}, "b": {"type": "string"}}},
     "minLength (3) is greater than maxLength (1)": {"type": "string", "minLength": 3, "maxLength": 1},
