@@ -213,6 +213,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 TEXT_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
 MANY = {f"p{n}": {} for n in range(8000)}  # all optional
 LARGE_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": MANY}}}
+OPEN_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"patternProperties": {"^a": {}}}}}
 
 
 @pytest.mark.parametrize(
@@ -236,8 +237,24 @@ LARGE_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"ty
             "exclude each other",
         ),
         ("hermes", {"tool_choice": "required", "tools": [TEXT_SCHEMA]}, "tools.0.function.parameters", "object"),
-        ("pythonic", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262,144 characters"),
-        ("qwen3_coder", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262,144 characters"),
+        (
+            "pythonic",
+            {"tool_choice": "required", "tools": [LARGE_SCHEMA]},
+            "tools.0.function.parameters",
+            "more than 262,144 characters",
+        ),
+        (
+            "qwen3_coder",
+            {"tool_choice": "required", "tools": [*TOOLS, LARGE_SCHEMA]},
+            "tools.2.function.parameters",
+            "more than 262,144 characters",
+        ),
+        (
+            "qwen3_coder",
+            {"tool_choice": "required", "tools": [*TOOLS, OPEN_SCHEMA]},
+            "tools.2.function.parameters",
+            "has patternProperties, which cannot be enforced",
+        ),
         ("hermes", {"tool_choice": "required", "tools": [LARGE_SCHEMA] * 3}, "tools", "more than 262,144 characters"),
     ],
 )

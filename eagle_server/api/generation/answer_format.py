@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,8 @@ import msgspec
 
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import ChatRequest
-from eagle_server.request import Grammar
+from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.request import MAX_GRAMMAR_CHARACTERS, Grammar
 from eagle_server.text.chat_template import TemplateStops
 from eagle_server.text.markers import Syntax
 from eagle_server.text.reasoning_formats import ReasoningFormat
@@ -34,12 +35,16 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A request's use of tools. `single`: at most one call. `grammar` is not None if the answer must be a call."""
+    """A request's use of tools. `single`: at most one call. `grammar` is not None if the answer must be a call.
+
+    `grammar_params` name the schema of each function that may be called, for errors of the grammar.
+    """
 
     syntax: Syntax[ToolFormat]
     functions: Functions
     single: bool
     grammar: Grammar | None
+    grammar_params: Sequence[str] = ()
 
     def parser(self) -> ToolCallParser:
         """A new parser, for one choice."""
@@ -81,6 +86,15 @@ class AnswerFormat:
         thinking = syntax.format.lark(syntax.tokens, is_open=self.reasoning.is_open, is_call=is_call)
         return msgspec.structs.replace(grammar, thinking=thinking)
 
+    def grammar_params(self, body: GenerationBody) -> Sequence[str]:
+        """The parameters that the grammar of the output is from: one, or one for each function that may be called."""
+        if self.tools is not None and self.tools.grammar is not None:
+            return self.tools.grammar_params
+        if body.structured_outputs is not None:
+            return (f"structured_outputs.{body.structured_outputs.field}",)
+        param = body.name("response_format")
+        return (f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema",)
+
     def stops(self, template: TemplateStops, tokenizer: Tokenizer) -> TemplateStops:
         """The template's stops, and the end tokens of this format."""
         ends = () if self.reasoning is None else map(tokenizer.token_id, self.reasoning.syntax.format.ends)
@@ -118,25 +132,43 @@ def tool_use(body: ChatRequest, syntax: Syntax[ToolFormat] | None) -> ToolUse | 
     functions = [tool["function"] for tool in body.offered_tools]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     single = body.named_function is not None or not body.parallel_tool_calls or syntax.format.single
-    grammar = _grammar(body, syntax, functions, single=single) if body.must_call else None
-    return ToolUse(syntax, schemas, single, grammar)
+    if not body.must_call:
+        return ToolUse(syntax, schemas, single, grammar=None)
+    params = [
+        f"tools.{number}.{body.name('function.parameters')}"
+        for number, function in enumerate(functions)
+        if body.named_function in (None, function["name"])
+    ]
+    callable_functions = [function for function in functions if body.named_function in (None, function["name"])]
+    return ToolUse(syntax, schemas, single, _grammar(syntax, callable_functions, params, single=single), params)
 
 
 def _grammar(
-    body: ChatRequest, syntax: Syntax[ToolFormat], functions: list[dict[str, Any]], *, single: bool
+    syntax: Syntax[ToolFormat], functions: Sequence[Mapping[str, Any]], params: Sequence[str], *, single: bool
 ) -> Grammar:
+    """The grammar of calls of these functions. `params` name their schemas.
+
+    Raises:
+        ApiError: a schema cannot be enforced, or the grammar is too long.
+    """
     callable_functions = []
-    for number, function in enumerate(functions):
-        if body.named_function in (None, function["name"]):
-            try:
-                callable_functions.append((function["name"], argument_schema(function.get("parameters"))))
-            except ValueError as error:
-                param = f"tools.{number}.{body.name('function.parameters')}"
-                raise bad_request(f"{param} {error}", param, "invalid_value") from None
+    for function, param in zip(functions, params, strict=True):
+        try:
+            callable_functions.append((function["name"], argument_schema(function.get("parameters"))))
+        except ValueError as error:
+            raise bad_request(f"{param} {error}", param, "invalid_value") from None
     try:
         return call_grammar(syntax.format, callable_functions, syntax.tokens, single=single)
     except ValueError as error:
-        raise bad_request(f"the parameters of a tool: {error}", "tools", "invalid_value") from None
+        size = 0
+        for one, param in zip(callable_functions, params, strict=True):
+            try:
+                size += len(call_grammar(syntax.format, [one], syntax.tokens, single=single).source)
+            except ValueError as reason:
+                raise bad_request(f"{param}: {reason}", param, "invalid_value") from None
+            if size > MAX_GRAMMAR_CHARACTERS:
+                break
+        raise bad_request(f"the parameters of the tools: {error}", "tools", "invalid_value") from None
 
 
 def _no_parser(param: str) -> ApiError:

@@ -53,12 +53,14 @@ class Prepared:
     """A request whose prompts are tokens and whose limits are checked.
 
     `body` is the client's completion or chat, or the chat that its body was translated to. `states` has one entry per
-    sequence, with its engine request: `body.candidates` for each prompt in turn.
+    sequence, with its engine request: `body.candidates` for each prompt in turn. `grammar_params` name the parameters
+    that an error of the grammar is about.
     """
 
     response_id: str
     body: GenerationBody
     states: list[RequestState]
+    grammar_params: Sequence[str]
 
     @property
     def first_states(self) -> list[RequestState]:
@@ -133,7 +135,7 @@ def prepare(
         RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
         for index, request in enumerate(_requests(body, response_id, truncated, sampling, max_tokens))
     ]
-    return Prepared(response_id, body, states)
+    return Prepared(response_id, body, states, answer.grammar_params(body))
 
 
 def prepare_chat(body: ChatRequest | TranslatedBody, service: Service, ready: Ready, response_id: str) -> Prepared:

@@ -95,6 +95,13 @@ class StructuredOutputs(Part):
         return self
 
     @property
+    def field(self) -> str:
+        """The name of the field that is given."""
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        values = (self.json_, self.json_object, self.regex, self.choice, self.grammar_)
+        return next(name for name, value in zip(names, values, strict=True) if value is not None)
+
+    @property
     def grammar(self) -> Grammar:
         if self.json_ is not None:
             return Grammar(kind="json_schema", source=_text(self.json_))

@@ -149,7 +149,7 @@ def _checked(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(readable(matcher.get_error(), source))
+        raise ValueError(readable(matcher.get_error(), source, calls=grammar.kind == "lark"))
     if _resident() - before > MEMORY:
         raise ValueError(TOO_LARGE)
     return source

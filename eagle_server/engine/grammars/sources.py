@@ -11,6 +11,7 @@ from typing import Any
 
 import llguidance
 
+from eagle_server.engine.grammars.json_schemas import places, simplified
 from eagle_server.request import Grammar
 from eagle_server.text.tools.grammars import JSON, json_rule, literal
 
@@ -20,10 +21,19 @@ _OWN_OPTIONS = re.compile(r"^%llguidance .*\n", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
-_NAMED = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)  # map names to schemas
-_VALUES = frozenset({"const", "enum", "default", "examples"})  # have values that are no schemas
+_CALL = re.compile(r"call_(\d+)")  # begins the names of rules of one function's calls
+_WORDS = {  # of llguidance, and ours
+    re.compile(r"for integer range: min=(?:Some\()?([^),]+)\)?, max=(?:Some\()?([^)\s]+)"): (
+        r"the range of an integer cannot be enforced: minimum \1, maximum \2"
+    ),
+    re.compile(r"for float range: min=(?:Some\()?([^),]+)\)?, max=(?:Some\()?([^)\s]+)"): (
+        r"the range of a number cannot be enforced: minimum \1, maximum \2"
+    ),
+    re.compile(r"Resource '(.*?)' is not present"): r"$ref to another document cannot be followed: \1",
+    re.compile(r"Pointer '(.*?)' does not exist"): r"$ref to what the schema does not have: #\1",
+    re.compile("panic"): "llguidance cannot read it",
+    re.compile("NoExtension"): "it matches no text",
+}
 _CODE_POINT = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 
@@ -33,7 +43,7 @@ def llguidance_source(grammar: Grammar) -> str:
     Raises:
         ValueError: the source has a wrong form. Most errors show only when a matcher is made.
     """
-    source = _OWN_OPTIONS.sub("", _lark(grammar))
+    source = "".join(map(_simplified, _OWN_OPTIONS.sub("", _lark(grammar)).splitlines(keepends=True)))
     if grammar.thinking:
         source = f"start: thinking answer\n{grammar.thinking}answer: %lark {{\n{source}\n}}\n"
     return _OPTIONS + source
@@ -57,6 +67,17 @@ def _lark(grammar: Grammar) -> str:
             return grammar.source
 
 
+def _simplified(line: str) -> str:
+    """A line of Lark. A schema at its end loses the keywords that have no effect."""
+    head, mark, schema = line.partition(JSON)
+    if not mark:
+        return line
+    try:
+        return f"{head}{mark}{json.dumps(simplified(json.loads(schema)))}\n"
+    except ValueError:
+        return line
+
+
 def _parsed(source: str) -> Any:
     try:
         return json.loads(source)
@@ -64,21 +85,31 @@ def _parsed(source: str) -> Any:
         raise ValueError("its JSON cannot be read: a number may be too long") from None
 
 
-def readable(error: str, source: str) -> str:
-    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
-    if match := _UNIMPLEMENTED.search(error):
+def readable(error: str, source: str, *, calls: bool = False) -> str:
+    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords.
+
+    `calls`: the source is a grammar of tool calls. Then "call 2: " begins the reason if the third function is wrong.
+    """
+    place = _PLACE.match(error)
+    line = source.splitlines()[int(place[1]) - 1] if place else ""
+    call = _CALL.match(line) if calls else None
+    return (f"call {call[1]}: " if call else "") + _reason(error, line, source)
+
+
+def _reason(error: str, line: str, source: str) -> str:
+    """The reason of an error in this line of the source; "" if its line is unknown."""
+    first = error.partition("\n")[0]  # the client's text may follow
+    if match := _UNIMPLEMENTED.search(first):
         keywords = {word.strip(' "') for word in match[1].split(",")}
-        places = sorted({place for schema in _schemas(source) for place in _places(schema, keywords)}, key=len)
-        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(places[:8] or sorted(keywords))
-    if "panic" in error:
-        return "llguidance cannot read it"
-    if "NoExtension" in error:
-        return "it matches no text"
+        found = sorted({place for schema in _schemas(line or source) for place in places(schema, keywords)}, key=len)
+        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(found[:8] or sorted(keywords))
+    for pattern, words in _WORDS.items():
+        if match := pattern.search(first):
+            return match.expand(words).replace("minimum None, ", "").replace(", maximum None", "")[:300]
     if match := _REGEX_ERROR.search(error):  # the text before it repeats the expression
         return match[1]
     reason = error.split("<non-verbose/>")[0].split("<state>")[0]
     if match := _PLACE.match(reason):
-        line = source.splitlines()[int(match[1]) - 1]
         reason = match[2] if JSON in line else f"{match[2]} in line {line.strip()[:100]}"
     return " ".join(reason.split())[:300]
 
@@ -88,24 +119,6 @@ def _schemas(source: str) -> Iterator[Any]:
     for line in source.splitlines():
         with suppress(ValueError):
             yield json.loads(line.partition(JSON)[2])
-
-
-def _places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:
-    """JSON pointers to the keywords in a schema."""
-    if isinstance(schema, list):
-        for number, part in enumerate(schema):
-            yield from _places(part, keywords, f"{path}/{number}")
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-        if key in keywords:
-            yield place
-        elif key in _NAMED and isinstance(value, dict):
-            for name, part in value.items():
-                yield from _places(part, keywords, f"{place}/{name.replace('~', '~0').replace('/', '~1')}")
-        elif key not in _VALUES:
-            yield from _places(value, keywords, place)
 
 
 def _character(match: re.Match[str]) -> str:

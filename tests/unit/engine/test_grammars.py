@@ -164,7 +164,7 @@ def chain(length: int) -> dict[str, Any]:
         (schema({"$ref": "#"}), "matches no text"),
         (schema({"type": "string", "enum": [1]}), "Unsatisfiable"),
         (schema({"type": "string", "maxLength": -1}), "maxLength"),
-        (schema({"$ref": "http://example.com/a.json"}), "not present in a registry"),
+        (schema({"$ref": "http://example.com/a.json"}), "another document"),
         (schema({"properties": {"a/b": {"not": {}, "items": {"if": {}}}}}), "#/properties/a~1b/not"),
         (Grammar(kind="regex", source="(a"), "unclosed group"),
         (Grammar(kind="regex", source="(?=a)b"), "look-around"),

@@ -1,16 +1,27 @@
-"""Every keyword of JSON Schema is enforced or refused by name. None is ignored."""
+"""Every keyword of JSON Schema that forbids something is enforced or refused by name, as the table in the docs says."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
+from collections.abc import Iterable
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
+from msgspec.structs import replace
 
-from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars
+from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars, Vocabulary
+from eagle_server.engine.grammars.json_schemas import FORMATS
 from eagle_server.request import Grammar
+from eagle_server.text.tools.formats import HERMES
+from eagle_server.text.tools.grammars import call_grammar, json_rule
 from tests.support.grammars import VOCAB, json_tokenizer
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "structured-output.md"
 TAGGED = {"properties": {"kind": {"const": "b"}, "n": {"type": "integer"}}, "required": ["kind"], "type": "object"}
 EVEN = {"type": "integer", "multipleOf": 2}
 
@@ -62,6 +73,54 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"next": {"$ref": "#"}}}, [{"next": {}}], [{"next": 1}]),
     ({"title": "t", "description": "d", "default": 1, "examples": [1], "$comment": "c", **EVEN}, [2], [3]),
     (True, [1, {"a": []}], []),
+    ({"type": "array", "items": [EVEN], "additionalItems": {"type": "string"}}, [[2, "a"]], [[2, 2], [1]]),
+    ({"type": "array", "items": [EVEN], "additionalItems": False}, [[2], []], [[2, 2]]),
+    ({"contains": {"type": "string"}, "minContains": 0}, [[1], [], 1], []),
+    ({"if": {"type": "string"}, "then": {}, "else": True}, [1, "a"], []),
+    ({"if": {"type": "string"}}, [1, "a"], []),
+    ({"propertyNames": {"format": "x"}}, [{"a": 1}], []),
+    ({"dependentRequired": {"a": []}, "dependentSchemas": {"a": True}, "dependencies": {"a": {}}}, [{"a": 1}], []),
+    ({"properties": {"uniqueItems": EVEN, "not": False}}, [{"uniqueItems": 2}], [{"uniqueItems": 1}, {"not": 1}]),
+    ({"type": "string", "format": "password"}, ["a", ""], [1]),
+    ({"type": "string", "format": "binary", "maxLength": 1}, ["a"], ["ab"]),
+    ({"format": "int32"}, [1, "a", None], []),
+    ({"type": "object", "additionalProperties": {"type": "string", "format": "path"}}, [{"a": "/"}], [{"a": 1}]),
+    ({"anyOf": [{"type": "string", "format": "phone"}, {"type": "null"}]}, ["1", None], [1]),
+    ({"$defs": {"c": {"type": "string", "format": "color"}}, "$ref": "#/$defs/c"}, ["red"], [1]),
+    ({"properties": {"format": {"type": "string", "format": "x"}}}, [{"format": "a"}], [{"format": 1}]),
+    ({"const": {"format": "x"}}, [{"format": "x"}], [{}, {"format": "y"}]),
+    ({"enum": [{"format": "x"}, 1], "default": {"format": "x"}}, [{"format": "x"}, 1], [{}]),
+]  # fmt: skip
+ANNOTATIONS = {"password", "binary", "byte", "path", "file-path", "color", "phone", "ipv4network", "ipv6interface"} | {
+    *("uri-reference", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname", "json-pointer", "regex"),
+    *("relative-json-pointer", "int32", "int64", "float", "double", "decimal", "char", "base64url", "json-string"),
+}  # formats of the standard, OpenAPI, pydantic and .NET
+INTEGER, NUMBER, INT64 = {"type": "integer"}, {"type": "number"}, 2**63
+# (schema, numbers within it, numbers outside)
+BOUNDS: list[tuple[dict[str, Any], list[float], list[float]]] = [
+    ({**INTEGER, "minimum": -INT64, "maximum": INT64 - 1}, [-INT64, -1, 0, INT64 - 1], [INT64, 10**20]),
+    ({**INTEGER, "minimum": -INT64}, [-INT64, 0, 10**30], []),
+    ({**INTEGER, "minimum": 1 - INT64, "maximum": INT64 - 1}, [1 - INT64, INT64 - 1], [INT64]),
+    ({**INTEGER, "minimum": 0, "maximum": INT64 - 1}, [0, INT64 - 1], [-1, INT64]),
+    ({**INTEGER, "exclusiveMinimum": -INT64 - 1, "exclusiveMaximum": INT64}, [-INT64, INT64 - 1], [INT64]),
+    ({**INTEGER, "minimum": -INT64, "exclusiveMaximum": 5}, [-INT64, 4], [5]),
+    ({**INTEGER, "minimum": 0, "maximum": 2**64 - 1}, [0, INT64, 2**64 - 1], [-1]),
+    ({**INTEGER, "minimum": 1, "exclusiveMaximum": 2**64}, [1, 2**64 - 1], [0]),
+    ({**INTEGER, "minimum": -(2**31), "maximum": 2**31 - 1}, [-(2**31), 2**31 - 1], [-(2**31) - 1, 2**31]),
+    ({**INTEGER, "minimum": 0, "maximum": 2**32 - 1}, [0, 2**32 - 1], [-1, 2**32]),
+    ({**INTEGER, "minimum": -(2**53), "maximum": 2**53}, [-(2**53), 2**53], [-(2**53) - 1, 2**53 + 1]),
+    ({**INTEGER, "exclusiveMinimum": -(2**60), "exclusiveMaximum": 2**60}, [0, 2**59], [-(2**60), 2**60]),
+    ({**INTEGER, "maximum": 2**53 + 3}, [0, 2**53], [2**53 + 4]),
+    ({**INTEGER, "minimum": -(2**60), "maximum": 2**60, "exclusiveMaximum": True}, [0, -(2**60)], [2**60]),
+    ({**INTEGER, "minimum": 0, "maximum": 9223372036854775806}, [0, 2**62], [-1, INT64 - 1, INT64]),
+    ({"type": ["integer", "null"], "minimum": -INT64, "maximum": INT64 - 1}, [-INT64, INT64 - 1], [INT64]),
+    ({**INTEGER, "minimum": -9.223372036854776e18, "maximum": 9.223372036854776e18, "multipleOf": 5}, [-5, 10], [3]),
+    ({"anyOf": [{**INTEGER, "minimum": -INT64}, {"type": "null"}]}, [-INT64, 3], [0.5]),
+    ({**NUMBER, "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [-1e17, 0.5, 1e300], []),
+    ({**NUMBER, "minimum": 0, "maximum": 3.4028235e38}, [0.5, 3e38], [-0.5]),
+    ({**NUMBER, "minimum": -79228162514264337593543950335, "exclusiveMaximum": 0.5}, [-1e15, 0.25], [0.5]),
+    ({**NUMBER, "exclusiveMinimum": -1e308, "maximum": 9e18}, [-1.5, 9 * 10**18], [9 * 10**18 + 1]),
+    ({"minimum": -INT64, "maximum": 3}, [-INT64, 2.5], [4]),
 ]  # fmt: skip
 REFUSED: dict[str, Any] = {
     "#/not": {"not": {"type": "string"}},
@@ -72,13 +131,26 @@ REFUSED: dict[str, Any] = {
     "#/maxContains": {"contains": {}, "maxContains": 2},
     "#/propertyNames": {"propertyNames": {"maxLength": 3}},
     "#/dependentRequired": {"dependentRequired": {"a": ["b"]}},
-    "#/dependentSchemas": {"dependentSchemas": {"a": {}}},
+    "#/dependentSchemas": {"dependentSchemas": {"a": {"required": ["b"]}}},
+    "#/then": {"if": {}, "then": False},
+    "#/else": {"if": {"type": "string"}, "else": False},
+    "#/uniqueItems": {"uniqueItems": True},
+    "#/contains": {"contains": {}, "minContains": 0, "maxContains": 1},
+    "#/$recursiveRef": {"$recursiveRef": "#"},
     "#/dependencies": {"dependencies": {"a": ["b"]}},
     "#/unevaluatedProperties": {"unevaluatedProperties": False},
     "#/unevaluatedItems": {"unevaluatedItems": False},
     "#/$dynamicRef": {"$dynamicRef": "#a"},
-    "Unknown format: regex": {"type": "string", "format": "regex"},
     "maxProperties only supported when": {"type": "object", "properties": {"a": {}}, "maxProperties": 1},
+    "the range of an integer cannot be enforced: minimum 9000000000000000000": {
+        "minimum": 9e18,
+        **INTEGER,
+    },
+    "the range of a number cannot be enforced: minimum 1e18": {"type": "number", "minimum": 10**18},
+    "$ref to another document cannot be followed: http://a/b": {"$ref": "http://a/b"},
+    "$ref to what the schema does not have: #/$defs/a": {"$ref": "#/$defs/a"},
+    "minimum (5) is greater": {"type": "integer", "minimum": 5, "maximum": 3, "title": "panic NoExtension"},
+    "Expected f64": {"type": "integer", "exclusiveMaximum": 2**62, "maximum": "a"},
     "oneOf": {"oneOf": [{"minimum": 1}, {"maximum": 3}]},
     "not disjoint": {"patternProperties": {"a": {}, "b": {"type": "string"}}},
     "minLength (3) is greater than maxLength (1)": {"type": "string", "minLength": 3, "maxLength": 1},
@@ -99,12 +171,106 @@ def compiled(grammars: Grammars, schema: Any) -> CompiledGrammar:
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), ENFORCED, ids=lambda value: json.dumps(value)[:60])
 def test_a_keyword_is_enforced(grammars: Grammars, schema: Any, right: list[Any], wrong: list[Any]) -> None:
-    found, tokenizer = compiled(grammars, schema), json_tokenizer()
+    found = compiled(grammars, schema)
     for value in (*right, *wrong):
-        matcher = found.make()
-        tokens = [tokenizer.token_to_id(character) for character in json.dumps(value)]
-        conforms = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-        assert conforms == (value in right), value
+        assert conforms(found, json.dumps(value)) == (value in right), value
+
+
+def conforms(found: CompiledGrammar, text: str) -> bool:
+    matcher, tokenizer = found.make(), json_tokenizer()
+    tokens = [tokenizer.token_to_id(character) for character in text]
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), BOUNDS, ids=lambda value: json.dumps(value)[:80])
+def test_bounds_of_schema_generators_are_served(
+    grammars: Grammars, schema: Any, right: list[float], wrong: list[float]
+) -> None:
+    found = compiled(grammars, schema)
+    for value in (*right, *wrong):
+        digits = format(Decimal(value), "f")
+        assert conforms(found, digits) == (value in right), digits
+
+
+def test_random_numbers_are_within_the_bounds(grammars: Grammars) -> None:
+    """Every number that is allowed conforms. Within 2^53 every number that conforms is allowed."""
+    draw = random.Random(7)
+    for _ in range(60):
+        kind, low = draw.choice(["integer", "number"]), _any_integer(draw, 59)
+        high = low + abs(_any_integer(draw, 60))
+        strict_low, strict_high = draw.random() < 0.5, draw.random() < 0.5
+        lower, upper = "exclusiveMinimum" if strict_low else "minimum", "exclusiveMaximum" if strict_high else "maximum"
+        if high - low < 3:
+            continue
+        found = compiled(grammars, {"type": kind, lower: low, upper: high})
+        steps = [draw.randint(low, high), *(bound + step for bound in (low, high) for step in (-129, -1, 0, 1, 129))]
+        for value in steps:
+            right = low + strict_low <= value <= high - strict_high
+            allowed = conforms(found, str(value))
+            assert right or not allowed, (kind, low, high, value)
+            assert allowed or not right or max(abs(low), abs(high)) > 2**53, (kind, low, high, value)
+
+
+def _any_integer(draw: random.Random, bits: int) -> int:
+    most = 2 ** draw.randint(2, bits)
+    return draw.randint(-most, most)
+
+
+def documented(row: str) -> list[str]:
+    """The code in a row of the table of keywords."""
+    line = re.search(rf"^\| {row} \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert line is not None
+    return re.findall(r"`(.+?)`", line[1])
+
+
+def keywords_of(schemas: Iterable[Any]) -> set[str]:
+    found = set[str]()
+    for schema in schemas:
+        if isinstance(schema, dict):
+            found |= schema.keys() | keywords_of(schema.values())
+        elif isinstance(schema, list):
+            found |= keywords_of(schema)
+    return found
+
+
+def test_every_documented_keyword_has_an_example() -> None:
+    examples = keywords_of(schema for schema, _, wrong in ENFORCED if wrong)
+    assert {*documented("enforced"), *documented("enforced in part, otherwise refused")} <= examples
+    places = {words.rpartition("/")[2] for words in REFUSED if words.startswith("#")}
+    assert {*documented("refused")} - {"$ref", "pattern"} == places
+
+
+@pytest.mark.parametrize(
+    "code", documented("taken without effect") + documented("taken, since these values allow everything")
+)
+def test_a_documented_keyword_that_allows_everything_is_taken(grammars: Grammars, code: str) -> None:
+    key, _, value = code.partition(": ")
+    schema = {key: json.loads(value or '"a"')}
+    alone, nested = compiled(grammars, schema), compiled(grammars, {"properties": {"a": {"items": schema}}})
+    for text in ("1", '"a"', "[1, 1]", '{"a": 1, "b": {}}'):
+        assert conforms(alone, text)
+        assert conforms(nested, f'{{"a": [{text}]}}')
+
+
+def test_the_formats_that_are_enforced_are_those_that_the_library_knows() -> None:
+    known = {name for name in FORMATS | ANNOTATIONS if not _matcher({"type": "string", "format": name}).is_error()}
+    assert known == FORMATS
+    listed = re.search(r"^Enforced formats: (.*)\.", DOCUMENT.read_text(), re.MULTILINE)
+    assert listed is not None
+    assert set(re.findall(r"`(.+?)`", listed[1])) == FORMATS
+
+
+def _matcher(schema: Any) -> llguidance.LLMatcher:
+    """llguidance's own, without what is changed before a schema goes to it."""
+    vocabulary = Vocabulary.of(json_tokenizer(), VOCAB, 0)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=VOCAB, eos_token=[0])
+    return llguidance.LLMatcher(tokenizer, json_rule("start", schema), log_level=0)
+
+
+def test_a_format_at_every_depth_is_taken(grammars: Grammars) -> None:
+    schema: Any = {"type": "string", "format": "ipv4network"}
+    nested = {"type": "array", "prefixItems": [{"allOf": [schema]}], "items": {"oneOf": [schema, {"type": "null"}]}}
+    compiled(grammars, {"properties": {"a": nested}, "patternProperties": {"^b": schema}})
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -112,6 +278,15 @@ def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(grammars: Grammars
     with pytest.raises(ValueError, match="grammar: this json_schema cannot be followed: ") as error:
         compiled(grammars, REFUSED[words])
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("thinking", ["", "thinking: /a*/\n"])
+def test_a_schema_of_a_tool_is_refused_with_its_number(grammars: Grammars, thinking: str) -> None:
+    schemas = [{"type": "object"}, {"type": "object", "not": {}}, {"type": "object", "if": {}, "then": False}]
+    calls = call_grammar(HERMES, [(f"f{number}", schema) for number, schema in enumerate(schemas)], {}, single=True)
+    with pytest.raises(ValueError, match="call 1: ") as error:
+        grammars.compile(replace(calls, thinking=thinking)).result()
+    assert str(error.value).endswith("enforced: #/not")
 
 
 def test_the_clients_own_compiler_options_are_dropped(grammars: Grammars) -> None:
