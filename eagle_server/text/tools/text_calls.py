@@ -139,9 +139,10 @@ class XmlCall(_TextCall):
         return True
 
     def _ends_value(self, end: re.Match[str], properties: Any) -> bool:
-        """Another parameter ends a value that has no end, if it has its own line or the schema describes it."""
-        is_known = isinstance(properties, Mapping) and end["key"] in properties
-        return end["key"] is None or is_known or end.string[max(end.start() - 1, self.at) : end.start()] == "\n"
+        """Another parameter ends a value without an end, but not one that the schema does not know, within a line."""
+        is_known = not (isinstance(properties, Mapping) and properties) or end["key"] in properties
+        begins_line = end.start() == self.at or end.string[end.start() - 1] == "\n"
+        return end["key"] is None or is_known or begins_line
 
 
 class PythonCall(_TextCall):

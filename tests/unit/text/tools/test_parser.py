@@ -204,6 +204,12 @@ NEARLY_RIGHT: list[tuple[str, str, str, list[Call]]] = [
         "",
         [("f", '{"a": 1, "b": 2}')],
     ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a><parameter=b>1<parameter=c>2</parameter></function></tool_call>",
+        "",
+        [("f", '{"a": "", "b": 1, "c": 2}')],
+    ),
 ]
 
 
