@@ -16,7 +16,7 @@ from eagle_server.text.tools.parser import ToolCallParser
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BROKEN = '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>'
 # What models write, and is no JSON: the arguments of a call.
-INVALID = ['{"a": True}', '{"a": 1,}', "{'a': 1}", '{"a": "x\ny"}', '{"a": "x\\q"}', '{"a": x}']
+INVALID = ['{"a": True}', '{"a": 1,}', "{'a': 1}", '{"a": "x\\\ny"}', '{"a": "x\\q"}', '{"a": x}']
 ANSWERS = ["", "text", CALL, f"before{CALL}after", f"{CALL}{CALL}", f"a{CALL}b{CALL}c", f"a{BROKEN}b{CALL}", CALL[:-20]]
 ANSWERS += [f'{CALL} <tool_call>{{"name": "f", "arguments": {given}}}</tool_call>{CALL}' for given in INVALID]
 ANSWERS += [f"<think>why?\n</think>\n\n{answer}" for answer in ANSWERS]

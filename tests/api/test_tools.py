@@ -142,23 +142,40 @@ async def test_what_is_held_back_makes_no_event(client: openai.AsyncOpenAI) -> N
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_call_that_breaks_off_is_content(client: openai.AsyncOpenAI, *, streamed: bool) -> None:
-    text = SAY["hermes"][:70]
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"max_tokens": len(SAY["hermes"].partition("ö")[0])}, "length"), ({"stop": "ö 😀"}, "stop")],
+    ids=["cap", "stop"],
+)
+async def test_a_call_that_breaks_off_is_a_call_and_no_content(
+    client: openai.AsyncOpenAI, change: dict[str, Any], reason: str, *, streamed: bool
+) -> None:
     if streamed:
-        chunks = await stream(client, SAY["hermes"], max_tokens=71)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-        reason = chunks[-1].choices[0].finish_reason
+        chunks = await stream(client, SAY["hermes"], **change)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        content = "".join(delta.content or "" for delta in deltas)
+        gained = [call.function for delta in deltas for call in delta.tool_calls or []]
+        calls = [("".join(call.name or "" for call in gained), "".join(call.arguments or "" for call in gained))]
+        finish_reason = chunks[-1].choices[0].finish_reason
     else:
-        choice = await complete(client, SAY["hermes"], max_tokens=71)
+        choice = await complete(client, SAY["hermes"], **change)
+        content, calls, finish_reason = choice.message.content, calls_of(choice.message), choice.finish_reason
+    assert (content, calls) == ("Sure.", [("get_weather", '{"city": "Malm')])
+    assert finish_reason == reason
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_that_breaks_off_before_its_arguments_is_content(
+    client: openai.AsyncOpenAI, *, streamed: bool
+) -> None:
+    text = SAY["hermes"].partition('"Malm')[0].rstrip()
+    if streamed:
+        chunks = await stream(client, SAY["hermes"], max_tokens=len(text))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+    else:
+        choice = await complete(client, SAY["hermes"], max_tokens=len(text))
         assert (choice.message.content, choice.message.tool_calls) == (text, None)
-        reason = choice.finish_reason
-    assert reason == "length"
-
-
-async def test_a_stop_string_counts_inside_calls_too(client: openai.AsyncOpenAI) -> None:
-    choice = await complete(client, SAY["hermes"], stop="Malm")
-    assert choice.message.content == SAY["hermes"].partition("Malm")[0]
-    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
 
 
 @pytest.mark.parametrize("change", [{"tool_choice": "none"}, {"tools": openai.omit}])

@@ -213,11 +213,11 @@ CHAT_COMPLETIONS = Endpoint("/v1/chat/completions", ChatRequest, "chatcmpl-", pr
 
 
 def tool_calls_of(output: OutputDelta) -> list[ToolCall]:
-    """Incomplete calls are left out: their text is in the content."""
+    """All calls, as in a stream. The arguments of a broken one are as the model wrote them."""
     return [
         ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
         for call in output.tool_calls
-        if call.is_complete and call.id is not None and call.name is not None
+        if call.id is not None and call.name is not None
     ]
 
 

@@ -52,7 +52,8 @@ ItemChange = ItemBegins | ItemGrows | ItemEnds
 class OutputItems:
     """Separates the output of one choice into items. One item grows at a time.
 
-    A call begins when it is complete: until then it may turn out to be invalid, and clients can take back no item.
+    A call begins when it is complete: until then it may turn out to be invalid, and clients can take back no item. An
+    invalid call is text, as the model wrote it.
     """
 
     def __init__(self) -> None:
@@ -68,10 +69,13 @@ class OutputItems:
         text, begin = output.text, 0
         for delta in output.tool_calls:
             call = self._joined(delta)
-            if call.is_complete:
+            if call.is_complete or call.broken:
                 end = max(call.content_before - self._text_length, begin)  # earlier outputs may have had the text
                 yield from self._add_text(text[begin:end])
                 begin = end
+            if call.broken:
+                yield from self._add_text(call.broken)
+            elif call.is_complete:
                 yield from self._begin(call=call)
                 yield from self._grow(call.arguments)
                 yield from self._end()

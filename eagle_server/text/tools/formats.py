@@ -46,7 +46,7 @@ class ToolFormat:
     separator: str | None = None
     closing: str = ""
     begin: str = "{"
-    call: Callable[[int, Functions], PartialCall] = PartialObject
+    call: Callable[[int, Functions, tuple[str, ...]], PartialCall] = PartialObject
     after_name: str = ""
     call_end: str = ""
     markers: tuple[str, ...] = ()
@@ -54,6 +54,12 @@ class ToolFormat:
     bare: bool = False
     single: bool = False
     id_length: int | None = None  # characters of a call's id, if the chat template demands a certain number
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end a call wherever they stand outside its strings and brackets."""
+        after = self.closing if self.bracket else self.separator or ""
+        return tuple(dict.fromkeys(end for end in (*self.markers, self.call_end.strip(), after) if end))
 
     def new_id(self) -> str:
         """An id for one call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -9,13 +10,15 @@ from eagle_server.text.markers import WHITESPACE, overlap, without_leading_space
 from eagle_server.text.tools.formats import ToolFormat
 from eagle_server.text.tools.json_calls import Functions, NotAToolCall
 
+_BRACES = re.compile(rf"\}}[}}\s]{{0,{WHITESPACE - 1}}}")
+
 
 @dataclass
 class ToolCallDelta:
     """The new part of a tool call. The first delta has `id` and `name`, the last one has `is_complete`.
 
-    A call that never gets `is_complete` was invalid or cut off. Its text is content. `content_before` of the first
-    delta counts the characters of content before the call.
+    A call that is invalid or cut off has `broken` instead: its text as the model wrote it, with the markers.
+    `content_before` of the first delta counts the characters of content before the call.
     """
 
     index: int
@@ -24,11 +27,13 @@ class ToolCallDelta:
     arguments: str = ""
     is_complete: bool = False
     content_before: int = 0
+    broken: str = ""
 
     def extend(self, other: ToolCallDelta) -> None:
         """Append the next delta of the same call."""
         self.arguments += other.arguments
         self.is_complete = other.is_complete
+        self.broken += other.broken
 
 
 def join(calls: list[ToolCallDelta], more: Iterable[ToolCallDelta]) -> None:
@@ -58,12 +63,15 @@ class ParsedText:
 class ToolCallParser:
     """Separates tool calls from content. The text may arrive in pieces of any size.
 
-    Text that may be the beginning of a call is held back. A call's name is returned as soon as it is known. The
-    arguments follow as the model writes them, as JSON text. A call is valid if it has a name, and its arguments are a
-    valid JSON object or can be written as one. Otherwise all of its text, with the markers, is content, so that no text
-    is lost. Parts of an invalid call that were already returned stay; such a call never gets `is_complete`. Whitespace
-    before a call and after the last call is dropped, up to WHITESPACE characters. With more whitespace between a marker
-    and its call there is no call.
+    Text that may be the beginning of a call is held back, until its name and the first character of its first argument
+    have arrived. These are returned, and the arguments follow as the model writes them, as JSON text. What was returned
+    as a call stays one: if it turns out to be invalid, or is cut off, it ends with `broken`. A call is valid if its
+    arguments are a valid JSON object or can be written as one. Text that is invalid before it was returned as a call is
+    content, with its markers. Nothing depends on the pieces, and no text is in a call and in content.
+
+    Repaired are closing brackets that are missing before a marker, surplus ones after a call, line breaks in strings,
+    and arguments that are missing or null. Whitespace before a call and after the last call is dropped, up to
+    WHITESPACE characters. With more whitespace between a marker and its call there is no call.
     """
 
     def __init__(self, format: ToolFormat, functions: Functions, *, single: bool = False) -> None:
@@ -72,10 +80,13 @@ class ToolCallParser:
         self._held = ""
         self._ended = False
         self._state: Callable[[ParsedText], bool] = self._at_beginning if format.bare else self._in_content
-        self._call = format.call(0, functions)
+        self._call = format.call(0, functions, format.ends)
         self._call_end = ""  # a text that may still follow the newest call
         self._has_marker = False
         self._name: str | None = None
+        self._sent = 0  # characters of the call's arguments that were returned
+        self._broken = ""  # the newest call, if it was invalid
+        self._unsearched = 0  # its end is not before this position
         self._index = 0
         self._is_after_call = False
         self._content_length = 0  # characters of content that were returned
@@ -83,8 +94,8 @@ class ToolCallParser:
 
     @property
     def is_done(self) -> bool:
-        """Whether the only allowed call is complete. Further text is dropped."""
-        return self._single and self.complete > 0
+        """Whether the only allowed call has ended. Further text is dropped."""
+        return self._single and self._index > 0
 
     def push(self, text: str) -> ParsedText:
         """Add text; return what is certain now."""
@@ -158,35 +169,81 @@ class ToolCallParser:
                 return self._complete_call(parsed, call.end)
         except NotAToolCall:
             self._add_call(parsed)
-            return self._reject_call(parsed, call.at if call.end is None else call.end)
-        return self._reject_call(parsed, len(self._held)) if self._ended else False
+            return self._end_invalid(parsed, call.at if call.end is None else call.end)
+        return self._end_invalid(parsed, len(self._held)) if self._ended else False
+
+    def _in_broken(self, parsed: ParsedText) -> bool:
+        """In an invalid call whose end only a marker tells."""
+        marks = (self._format.opening, self._format.closing)
+        ends = [cut for mark in marks if (cut := self._held.find(mark, self._unsearched)) >= 0]
+        if not ends and not self._ended:
+            self._unsearched = max(self._unsearched, len(self._held) - max(map(len, marks)))
+            return False
+        end = min(ends, default=len(self._held))
+        self._broken = self._held[:end]
+        return self._end_call(end)
 
     def _after_call(self, parsed: ParsedText) -> bool:
-        text, separator, closing = without_leading_space(self._held), self._format.separator, self._format.closing
-        self._state = self._in_content
+        text, closing = without_leading_space(self._held), self._format.closing
         if text is None:
-            return True
+            return self._leave_call(parsed)
+        surplus = self._surplus(text)
+        if surplus is None:
+            return False
+        if surplus:
+            return self._skip(text[surplus:])
         if self._call_end and text.startswith(self._call_end):
-            self._held, self._call_end, self._state = text[len(self._call_end) :], "", self._after_call
-            return True
+            end, self._call_end = len(self._call_end), ""
+            return self._skip(text[end:])
         if closing and text.startswith(closing):
-            self._held = text[len(closing) :]
-            return True
+            self._skip(text[len(closing) :])
+            return self._leave_call(parsed)
+        return self._before_another(parsed, text)
+
+    def _before_another(self, parsed: ParsedText, text: str) -> bool:
+        """After a call and its whitespace, without an end marker: another call or content."""
+        separator = self._format.separator
         follows = separator is not None and text.startswith(separator)
         another = without_leading_space(text[len(separator or "") :]) if follows else None
-        begun = (separator or "", closing, self._call_end)
+        begun = (separator or "", self._format.closing, self._call_end)
         if not self._ended and (self._may_begin(another) or any(mark.startswith(text) for mark in begun)):
-            self._state = self._after_call
             return False
+        self._leave_call(parsed)
         if another and another.startswith(self._format.begin):
             self._begin_call(len(self._held) - len(another))
+        return True
+
+    def _surplus(self, text: str) -> int | None:
+        """Length of closing braces that nothing opened, up to a marker or the end. None: it is not certain yet."""
+        braces = _BRACES.match(text)
+        if braces is None:
+            return 0
+        rest = text[braces.end() :]
+        marks = [mark for mark in (*self._format.ends, self._format.closing, self._format.separator) if mark]
+        if (self._ended and not rest) or rest.startswith(tuple(marks)):
+            return braces.end()
+        return None if not self._ended and any(mark.startswith(rest) for mark in marks) else 0
+
+    def _skip(self, rest: str) -> bool:
+        """Drop the held text before `rest`. It belongs to the call."""
+        if self._broken:
+            self._broken += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+        return True
+
+    def _leave_call(self, parsed: ParsedText) -> bool:
+        if self._broken:
+            join(parsed.tool_calls, [ToolCallDelta(self._index, broken=self._broken)])
+            self._broken = ""
+            self._index += 1
+        self._state = self._in_content
         return True
 
     # Steps of a tool call.
 
     def _begin_call(self, position: int) -> None:
-        self._call = self._format.call(position, self._functions)
-        self._name = None
+        self._call = self._format.call(position, self._functions, self._format.ends)
+        self._name, self._sent = None, 0
         self._state = self._in_call
 
     def _add_call(self, parsed: ParsedText) -> None:
@@ -198,11 +255,13 @@ class ToolCallParser:
                 return
             self._name = name
             join(parsed.tool_calls, [self._new_call(parsed, name)])
-        join(parsed.tool_calls, [ToolCallDelta(self._index, arguments=call.take_arguments(self._held))])
+        arguments = call.take_arguments(self._held)
+        self._sent += len(arguments)
+        join(parsed.tool_calls, [ToolCallDelta(self._index, arguments=arguments)])
 
-    def _new_call(self, parsed: ParsedText, name: str, arguments: str = "") -> ToolCallDelta:
+    def _new_call(self, parsed: ParsedText, name: str) -> ToolCallDelta:
         before = self._content_length + len(parsed.content)
-        return ToolCallDelta(self._index, self._format.new_id(), name, arguments, content_before=before)
+        return ToolCallDelta(self._index, self._format.new_id(), name, content_before=before)
 
     def _complete_call(self, parsed: ParsedText, end: int) -> bool:
         """
@@ -213,25 +272,36 @@ class ToolCallParser:
         if self._name is None:
             if not self._accepts_name(name):
                 raise NotAToolCall("another function")
-            join(parsed.tool_calls, [self._new_call(parsed, name, arguments)])
-        join(parsed.tool_calls, [ToolCallDelta(self._index, is_complete=True)])
+            join(parsed.tool_calls, [self._new_call(parsed, name)])
+        join(parsed.tool_calls, [ToolCallDelta(self._index, arguments=arguments[self._sent :], is_complete=True)])
         self.complete += 1
         self._index += 1
         self._name = None
+        return self._end_call(end)
+
+    def _end_call(self, end: int) -> bool:
         self._held = self._held[end:]
         self._is_after_call = True
         self._call_end = self._format.call_end.strip()
         self._state = self._after_call
         return True
 
+    def _end_invalid(self, parsed: ParsedText, end: int) -> bool:
+        """The call up to `end` is invalid. It is content, unless it was returned as a call."""
+        if self._name is None:
+            return self._reject_call(parsed, end)
+        self._name = None
+        if self._call.end is None and self._format.closing in self._format.markers:
+            self._unsearched, self._state = end, self._in_broken
+            return True
+        self._broken = self._held[:end]
+        return self._end_call(end)
+
     def _reject_call(self, parsed: ParsedText, end: int) -> bool:
         """There is no call: the held text up to `end` is content. Parsing continues after it."""
         parsed.content += self._held[:end]
         self._held = self._held[end:]
         self._is_after_call = False
-        if self._name is not None:
-            self._name = None
-            self._index += 1
         self._state = self._in_content
         return True
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from eagle_server.text.tools.json_calls import NAME, Functions, NotAToolCall
 from eagle_server.text.tools.values import json_of_python, json_of_text
@@ -11,10 +13,14 @@ XML_KEY = re.compile(r"[^<>\n]{1,256}")
 _XML_NAME = re.compile(rf"<function=({NAME.pattern})>")
 _XML_KEY = re.compile(rf"\s{{0,64}}<parameter=({XML_KEY.pattern})>")
 _XML_END = re.compile(r"\s{0,64}</function>")
-_VALUE_END = "</parameter>"
+_VALUE_END = re.compile(
+    rf"</parameter>|<parameter=(?P<key>{XML_KEY.pattern})>|(?=</function>\s{{0,64}}</tool_call>)|(?=</tool_call>\s{{0,64}}<tool_call>)"
+)
+_LONGEST_END = 400  # characters
 PYTHON_NAME, PYTHON_KEY = re.compile(r"[^\W\d][\w.\-]{0,255}"), re.compile(r"[^\W\d]\w{0,255}")
 _PYTHON_NAME = re.compile(rf"({PYTHON_NAME.pattern})\(")
 _PYTHON_KEY = re.compile(rf"\s{{0,16}}({PYTHON_KEY.pattern})\s{{0,16}}=")
+_PYTHON_VALUE = re.compile(r"""\s{0,16}(?:['"\d\-\[(]|\{\s{0,16}['"}])""")  # the beginning; words may be no literals
 _PYTHON_END = re.compile(r"\s{0,64}\)")
 # The characters to stop at: outside strings, and inside a string by its quote.
 _MARKS = {"": re.compile(r"""['"()\[\]{},]""")} | {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
@@ -28,7 +34,7 @@ class _TextCall:
     key: re.Pattern[str]
     closing: re.Pattern[str]
 
-    def __init__(self, begin: int, functions: Functions) -> None:
+    def __init__(self, begin: int, functions: Functions, markers: tuple[str, ...] = ()) -> None:
         self.begin = self.at = begin
         self._scanned = begin  # the end of the value is not before this position
         self.end: int | None = None
@@ -49,7 +55,7 @@ class _TextCall:
             pass
 
     def find_name(self, text: str) -> str | None:
-        return self._name
+        return self._name if len(self._arguments) > 1 or (self._key is not None and self._has_begun(text)) else None
 
     def take_arguments(self, text: str) -> str:
         start, self._taken = self._taken, len(self._arguments)
@@ -92,6 +98,10 @@ class _TextCall:
     def _may_match(self, rest: str) -> bool:
         raise NotImplementedError
 
+    def _has_begun(self, text: str) -> bool:
+        """Whether the value of the first key certainly begins at this position."""
+        return True
+
     def _read_value(self, text: str) -> bool:
         raise NotImplementedError
 
@@ -115,18 +125,24 @@ class XmlCall(_TextCall):
         return any(rest.startswith(head) or head.startswith(rest) for head in heads)
 
     def _read_value(self, text: str) -> bool:
+        properties = (self._functions.get(self._name or "") or {}).get("properties")
         start = max(self._scanned, self.at)
-        end = text.find(_VALUE_END, start)
-        if end < 0:
-            self._scanned = max(start, len(text) - len(_VALUE_END) + 1)
+        end = next((end for end in _VALUE_END.finditer(text, start) if self._ends_value(end, properties)), None)
+        if end is None:
+            self._scanned = max(start, len(text) - _LONGEST_END)
             return False
-        value = text[self.at : end].removeprefix("\n").removesuffix("\n")
+        value = text[self.at : end.start()].removeprefix("\n").removesuffix("\n")
         root = self._functions.get(self._name or "") or {}
-        properties = root.get("properties")
         schema = properties.get(self._key) if isinstance(properties, dict) else None
         self._add(json_of_text(value, schema, root))
-        self.at = end + len(_VALUE_END)
+        self.at = end.end() if end[0] == "</parameter>" else end.start()
         return True
+
+    def _ends_value(self, end: re.Match[str], properties: Any) -> bool:
+        """Another parameter ends a value without an end, but not one that the schema does not know, within a line."""
+        is_known = not (isinstance(properties, Mapping) and properties) or end["key"] in properties
+        begins_line = end.start() == self.at or end.string[end.start() - 1] == "\n"
+        return end["key"] is None or is_known or begins_line
 
 
 class PythonCall(_TextCall):
@@ -134,13 +150,16 @@ class PythonCall(_TextCall):
 
     head, key, closing = _PYTHON_NAME, _PYTHON_KEY, _PYTHON_END
 
-    def __init__(self, begin: int, functions: Functions) -> None:
-        super().__init__(begin, functions)
+    def __init__(self, begin: int, functions: Functions, markers: tuple[str, ...] = ()) -> None:
+        super().__init__(begin, functions, markers)
         self._brackets: list[str] = []
         self._quote = ""  # of the string at `_scanned`
 
     def _may_match(self, rest: str) -> bool:
         return len(rest) < _LONGEST_HEAD and re.fullmatch(r"\s*([^\W\d][\w.\-]*\s*)?", rest) is not None
+
+    def _has_begun(self, text: str) -> bool:
+        return _PYTHON_VALUE.match(text, self.at) is not None
 
     def _read_value(self, text: str) -> bool:
         self._scanned = max(self._scanned, self.at)

@@ -64,7 +64,7 @@ NO_CALLS = [
     "none",
     "{",
     "{}",
-    '{"name": "f"}',
+    '{"name": "f", "x": 1}',
     '{"name": "f", "arguments": {"x": 1}',  # the model ended here
     '{"name": "f", "arguments": {"x": ',
     '{"name": "f", "arguments": {"x": "\\',
@@ -72,12 +72,11 @@ NO_CALLS = [
     '{"name": "f", "arguments": "{}"}',
     '{"name": "f", "arguments": {"x": NaN}}',
     '{"name": "f", "arguments": {"x": 1,}}',
-    '{"name": "f", "arguments": {"x": "a\nb"}}',
+    '{"name": "f", "arguments": {"x": "a\\\nb"}}',
     '{"name": "f", "arguments": {"x": [1}]}',
     '{"name": "f", "arguments": {}, "name": "get_weather"}',
     '{"name": "f", "arguments": {}, "parameters": {}}',
     '{"name": "f", "arguments": {}, }',
-    '{"name": "f", "arguments": {}]',
     '{"name": "", "arguments": {}}',
     '{"name": 7, "arguments": {}}',
     '{"name": "\\ud800", "arguments": {}}',
@@ -109,7 +108,8 @@ def complete(parsed: ParsedText) -> list[Call]:
 
 def without_ids(parsed: ParsedText) -> tuple[str, list[ToolCallDelta]]:
     return parsed.content, [
-        ToolCallDelta(call.index, None, call.name, call.arguments, call.is_complete) for call in parsed.tool_calls
+        ToolCallDelta(call.index, None, call.name, call.arguments, call.is_complete, call.content_before, call.broken)
+        for call in parsed.tool_calls
     ]
 
 
@@ -120,28 +120,123 @@ def test_calls_are_told_from_content(format: str, text: str, content: str, calls
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
 
 
+def as_written(parsed: ParsedText) -> str:
+    """The text of a result without valid calls."""
+    text, begin = "", 0
+    for call in parsed.tool_calls:
+        text += parsed.content[begin : call.content_before] + call.broken
+        begin = call.content_before
+    return text + parsed.content[begin:]
+
+
 @pytest.mark.parametrize("format", MARKER)
 @pytest.mark.parametrize("broken", NO_CALLS)
-def test_what_is_no_call_is_content_and_nothing_is_lost(format: str, broken: str) -> None:
+def test_what_is_no_valid_call_is_content_or_a_broken_call_and_nothing_is_lost(format: str, broken: str) -> None:
     text = f"Look: \n{MARKER[format]}{broken}"
     parsed = parse(format, [text])
-    assert (parsed.content, complete(parsed)) == (text, [])
+    assert (as_written(parsed), complete(parsed)) == (text, [])
+    assert all(call.broken and call.arguments in call.broken for call in parsed.tool_calls)
 
 
 @pytest.mark.parametrize("format", MARKER)
 @pytest.mark.parametrize("broken", NO_CALLS)
 def test_calls_after_a_broken_one_are_found(format: str, broken: str) -> None:
-    if broken.startswith("{") and not broken.endswith(("}", "]")):
-        broken += "\n"  # a call that ends in a string would include the following text, unless there is a line break
-    good = f'{MARKER[format]}{{"name": "f", "arguments": {{"x": 1}}}}'
-    parsed = parse(format, [f"{MARKER[format]}{broken}{good}"])
-    nested = json_brackets(broken) > 0
-    assert complete(parsed) == ([] if nested else [("f", '{"x": 1}')])
+    if broken.endswith(("\\", '"')):
+        broken += "\n"  # a string that has no end ends at a line break beside a marker
+    good = f'{MARKER[format]}{{"name": "f", "arguments": {{"x": 2}}}}'
+    assert complete(parse(format, [f"{MARKER[format]}{broken}{good}"]))[-1:] == [("f", '{"x": 2}')]
 
 
-def json_brackets(text: str) -> int:
-    """The number of open brackets."""
-    return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
+# Format and text, then the expected content and the expected calls.
+NEARLY_RIGHT: list[tuple[str, str, str, list[Call]]] = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1\n</tool_call>', "", [("f", '{"a": [1\n]}')]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"\n</tool_call> x', " x", [("f", '{"a": 1}')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": </tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": </tool_call>',
+        [("g", "{}")],
+    ),
+    ("hermes", '<tool_call>{"name": "g"}</tool_call>', "", [("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": null}</tool_call>', "", [("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}\n</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}} }', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}} so', "} so", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "a\nb"}}</tool_call>', "", [("f", '{"s": "a\\nb"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "\ta]\r\n;"}}', "", [("f", '{"s": "\\ta]\\r\\n;"}')]),
+    ("llama3_json", '{"name": "f"}', "", [("f", "{}")]),
+    ("llama3_json", '{"name": "f", "parameters": {"s": "a;\nb"}}', "", [("f", '{"s": "a;\\nb"}')]),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": 1}; {"name": "f", "parameters": null}}',
+        "",
+        [("f", '{"a": 1}'), ("f", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}]', "", [("f", '{"a": [1]}')]),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}, {"name": "g"}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}"), ("g", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"s": "a]\nb"}}]', "", [("f", '{"s": "a]\\nb"}')]),
+    ("mistral_v13", '[TOOL_CALLS]f[ARGS]{"a": 1[TOOL_CALLS]g[ARGS]null', "", [("f", '{"a": 1}'), ("g", "{}")]),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": 1\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        [("f", '{"a": 1\n}')],
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>g<｜tool▁sep｜><｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"s": "a\nb"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        [("g", "{}"), ("f", '{"s": "a\\nb"}')],
+    ),
+    ("gpt_oss", "<|channel|>commentary to=functions.g <|constrain|>json<|message|>null", "", [("g", "{}")]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>\n1\n<parameter=b>\n2\n</function>\n</tool_call>",
+        "",
+        [("f", '{"a": 1, "b": 2}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a><parameter=b>1<parameter=c>2</parameter></function></tool_call>",
+        "",
+        [("f", '{"a": "", "b": 1, "c": 2}')],
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), NEARLY_RIGHT)
+def test_calls_that_are_nearly_right_are_repaired(format: str, text: str, content: str, calls: list[Call]) -> None:
+    for pieces in ([text], text, *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
+        parsed = parse(format, pieces)
+        assert (parsed.content, complete(parsed)) == (content, calls)
+        assert len(parsed.tool_calls) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 12', '{"a": 12'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>', '{"a": 1]'),
+        ('<tool_call>{"name": "f", "arguments": {"a": "1}}</tool_call>\n', '{"a": "1}}</tool_call>'),
+    ],
+)
+def test_a_call_that_stays_broken_is_a_call_as_it_was_written(text: str, arguments: str) -> None:
+    for pieces in ([text], text, *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
+        parsed = parse("hermes", pieces)
+        assert (parsed.content, complete(parsed)) == ("", [])
+        assert [(call.name, call.arguments, call.broken.strip()) for call in parsed.tool_calls] == [
+            ("f", arguments, text.strip())
+        ]
 
 
 @pytest.mark.parametrize("format", MARKER)
@@ -206,8 +301,8 @@ def test_a_call_is_sent_as_it_comes() -> None:
     parsed = [parser.push(piece) for piece in pieces]
     assert [each.content for each in parsed] == ["Well", ",", *[""] * 8]
     assert [[(call.name, call.arguments) for call in each.tool_calls] for each in parsed[5:]] == [
-        [("f", '{"x"')],
-        [(None, ': "<to')],
+        [],
+        [("f", '{"x": "<to')],
         [(None, 'ol"}')],
         [(None, "")],
         [],

@@ -18,6 +18,7 @@ from eagle_server.text.tools.json_calls import Functions
 from eagle_server.text.tools.parser import ParsedText, ToolCallParser
 from eagle_server.text.tools.text_calls import XmlCall
 from eagle_server.text.tools.values import json_of_python, json_of_text, types_of
+from tests.unit.text.tools.test_parser import as_written
 
 ANY = {
     "type": "object",
@@ -138,7 +139,9 @@ def parse(format: str, pieces: Iterable[str]) -> ParsedText:
 
 
 def without_ids(parsed: ParsedText) -> Any:
-    return parsed.content, [(call.index, call.name, call.arguments, call.is_complete) for call in parsed.tool_calls]
+    return parsed.content, [
+        (call.index, call.name, call.arguments, call.is_complete, call.broken) for call in parsed.tool_calls
+    ]
 
 
 def test_the_options_name_all_formats() -> None:
@@ -183,7 +186,7 @@ def test_the_end_of_a_value_is_looked_for_once_in_each_part(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_calls_that_break_off_or_are_damaged_are_content_in_any_pieces(format: str) -> None:
+def test_calls_that_break_off_or_are_damaged_are_the_same_in_any_pieces(format: str) -> None:
     chance = random.Random(format)
     words = [
         "<",
@@ -220,7 +223,7 @@ def test_calls_that_break_off_or_are_damaged_are_content_in_any_pieces(format: s
             assert not call.is_complete or isinstance(json.loads(call.arguments), dict)
             complete += call.is_complete
         if not any(call.is_complete for call in once.tool_calls):
-            assert once.content == text
+            assert as_written(once) == text
     assert complete
 
 
@@ -243,7 +246,7 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (
         "qwen3_coder",
         "<tool_call><function=f><parameter=a>1</parameter><parameter=a>1</parameter></function></tool_call>",
-        "<tool_call><function=f><parameter=a>1</parameter><parameter=a>1</parameter></function></tool_call>",
+        "",
         [],
     ),
     ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
