@@ -73,13 +73,14 @@ async def read_body(schema: type[B], request: Request) -> B:
 async def _read(request: Request, body: bytearray) -> None:
     """Append the request's body to `body`, and count it in `_held_bytes`, even if reading fails."""
     global _held_bytes
-    size, decoder, received = JsonSize(), decoder_of(request.headers.get("content-encoding", "")), 0
+    size, coding, received = JsonSize(), request.headers.get("content-encoding"), 0
+    decoder = None if coding is None else decoder_of(coding)
     pause = 0
     try:
         async with admission_of(request).body_time(BODY_SECONDS):
             async for chunk in request.stream():
                 received += len(chunk)
-                for piece in decoder.decode(chunk):
+                for piece in (chunk,) if decoder is None else decoder.decode(chunk):
                     body += piece
                     _held_bytes += len(piece)
                     if max(len(body), received) > MAX_BODY_BYTES:
@@ -90,7 +91,8 @@ async def _read(request: Request, body: bytearray) -> None:
                     pause += len(piece)
                     if pause > LARGE_BODY:  # one chunk may expand to a large body
                         pause = await asyncio.sleep(0, 0)
-        decoder.finish()
+        if decoder is not None:
+            decoder.finish()
     except TooManyValues as error:
         raise bad_request(f"the body has {error}", code="too_many_values") from None
     except TimeoutError:

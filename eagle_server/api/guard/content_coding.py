@@ -36,16 +36,6 @@ class Decoder(Protocol):
         ...
 
 
-class Identity:
-    """A body that is not compressed."""
-
-    def decode(self, chunk: bytes) -> Iterator[bytes]:
-        yield chunk
-
-    def finish(self) -> None:
-        """Any end is one."""
-
-
 class _Zlib:
     """gzip, with any number of members, and deflate, with the header of zlib or, as some clients send it, without."""
 
@@ -107,15 +97,15 @@ class _Zstd:
             raise _broken("zstd", "it is cut")
 
 
-def decoder_of(content_encoding: str) -> Decoder:
-    """The decoder for a request's header; "": there is none.
+def decoder_of(content_encoding: str) -> Decoder | None:
+    """The decoder for a request's header; None: the body is as it is.
 
     Raises:
         ApiError: status 415, another coding, or several.
     """
     name = content_encoding.strip().lower().removeprefix("x-")
     if name in ("", "identity"):
-        return Identity()
+        return None
     if name == "zstd":
         return _Zstd()
     if name in _MAKERS:
