@@ -14,7 +14,7 @@ import zstandard
 
 from eagle_server.api.errors import ApiError
 from eagle_server.api.guard.body import MAX_BODY_BYTES
-from eagle_server.api.guard.content_coding import CODINGS, decoder_of
+from eagle_server.api.guard.content_coding import CODINGS, PIECE, decoder_of
 from tests.api.fake_engine import FakeEngine
 
 PATH = "/v1/completions"
@@ -109,6 +109,17 @@ def test_pieces_are_small(coding: str) -> None:
     pieces = list(decoder.decode(content))
     assert sum(map(len, pieces)) == 2**25
     assert max(map(len, pieces)) <= 2**21
+
+
+@pytest.mark.parametrize("name", [name for name in ENCODE if name != "identity"])
+def test_a_body_may_end_anywhere_near_the_end_of_a_piece(name: str) -> None:
+    """zlib may have taken all of the input while a full piece leaves the rest of the output inside of it."""
+    coding, encode = ENCODE[name]
+    for size in range(PIECE - 3, PIECE + 600):
+        decoder = decoder_of(coding)
+        assert decoder is not None
+        assert b"".join(decoder.decode(encode(b"a" * size))) == b"a" * size
+        decoder.finish()
 
 
 def test_random_damage_is_an_error_of_the_client() -> None:

@@ -44,19 +44,22 @@ class _Zlib:
         self._decoder: Any = None
 
     def decode(self, chunk: bytes) -> Iterator[bytes]:
-        while chunk:
+        more = bool(chunk)
+        while more:
             if self._decoder is None:
                 self._decoder = self._make(chunk)
             try:
-                yield self._decoder.decompress(chunk, PIECE)
+                piece = self._decoder.decompress(chunk, PIECE)
             except zlib.error:
                 raise _broken(self._name) from None
+            yield piece
             chunk = self._decoder.unconsumed_tail
             if self._decoder.eof:
                 chunk = self._decoder.unused_data
                 if self._name != "gzip" and chunk:
                     raise _broken(self._name)
                 self._decoder = None if self._name == "gzip" and chunk else self._decoder
+            more = bool(chunk) or len(piece) == PIECE  # a full piece: zlib may hold the rest, with all input taken
 
     def finish(self) -> None:
         if self._decoder is None or not self._decoder.eof:
