@@ -94,7 +94,6 @@ CASCADE = MASK | {
     "verify": (15, 4),
     "layer": (11, 0),
     "accept": (5, 0),
-    "emit": (2, 0),
 }
 
 
