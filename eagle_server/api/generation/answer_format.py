@@ -134,34 +134,31 @@ def tool_use(body: ChatRequest, syntax: Syntax[ToolFormat] | None) -> ToolUse | 
     single = body.named_function is not None or not body.parallel_tool_calls or syntax.format.single
     if not body.must_call:
         return ToolUse(syntax, schemas, single, grammar=None)
-    params = [
-        f"tools.{number}.{body.name('function.parameters')}"
+    callable_functions = {
+        f"tools.{number}.{body.name('function.parameters')}": function
         for number, function in enumerate(functions)
         if body.named_function in (None, function["name"])
-    ]
-    callable_functions = [function for function in functions if body.named_function in (None, function["name"])]
-    return ToolUse(syntax, schemas, single, _grammar(syntax, callable_functions, params, single=single), params)
+    }
+    return ToolUse(syntax, schemas, single, _grammar(syntax, callable_functions, single=single), [*callable_functions])
 
 
-def _grammar(
-    syntax: Syntax[ToolFormat], functions: Sequence[Mapping[str, Any]], params: Sequence[str], *, single: bool
-) -> Grammar:
-    """The grammar of calls of these functions. `params` name their schemas.
+def _grammar(syntax: Syntax[ToolFormat], functions: Mapping[str, Mapping[str, Any]], *, single: bool) -> Grammar:
+    """The grammar of calls of these functions, which are by the parameter that names their schema.
 
     Raises:
         ApiError: a schema cannot be enforced, or the grammar is too long.
     """
-    callable_functions = []
-    for function, param in zip(functions, params, strict=True):
+    schemas = {}
+    for param, function in functions.items():
         try:
-            callable_functions.append((function["name"], argument_schema(function.get("parameters"))))
+            schemas[param] = (function["name"], argument_schema(function.get("parameters")))
         except ValueError as error:
             raise bad_request(f"{param} {error}", param, "invalid_value") from None
     try:
-        return call_grammar(syntax.format, callable_functions, syntax.tokens, single=single)
+        return call_grammar(syntax.format, list(schemas.values()), syntax.tokens, single=single)
     except ValueError as error:
         size = 0
-        for one, param in zip(callable_functions, params, strict=True):
+        for param, one in schemas.items():
             try:
                 size += len(call_grammar(syntax.format, [one], syntax.tokens, single=single).source)
             except ValueError as reason:
