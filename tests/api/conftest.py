@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,6 +124,22 @@ def http_client(config: Config, engine_client: EngineClient, tokenizer_dir: Path
     app = create_app(config, engine_client, tokenizer, template)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+Templated = Callable[..., httpx.AsyncClient]
+
+
+@pytest.fixture
+def templated(tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None) -> Templated:
+    """Makes a client of a server with this chat template and these other flags."""
+
+    def make(template: str, *flags: str) -> httpx.AsyncClient:
+        file = tmp_path / "template.jinja"
+        file.write_text(template)
+        served = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
+        return http_client(parse_args([*served, *flags], environ={}), engine_client, tokenizer_dir)
+
+    return make
 
 
 @pytest.fixture

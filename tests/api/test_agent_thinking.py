@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,10 +15,8 @@ from eagle_server.api.errors import ApiError
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.messages import MessagesRequest
 from eagle_server.api.schemas.responses import ResponsesRequest
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
 from tests.api import test_messages, test_responses
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import BREAK
 from tests.api.test_messages import BLOCK, END
 from tests.api.test_reasoning import CALL, SAY, TEMPLATE
@@ -32,13 +29,9 @@ seeds = pytest.mark.parametrize("seed", range(4))  # each seed gives other numbe
 
 
 @pytest.fixture
-async def http(
-    tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE.replace("{{ reasoning_effort }}", ""))  # after an empty thinking it would be a text
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def http(templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    template = TEMPLATE.replace("{{ reasoning_effort }}", "")  # after an empty thinking it would be a text
+    async with templated(template) as client:
         yield client
 
 

@@ -11,10 +11,8 @@ import httpx
 import pytest
 
 from eagle_server.api.schemas.chat import Message
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
 from eagle_server.text.chat_template import ChatTemplate, Conversation
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import BREAK, EOS, REFUSE, FakeEngine
 
 PATH = "/v1/chat/completions"
@@ -28,13 +26,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 @pytest.fixture
-async def chat(
-    tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE)
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def chat(templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    async with templated(TEMPLATE) as client:
         yield client
 
 

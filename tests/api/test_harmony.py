@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import EOS, ID, FakeEngine, byte_tokenizer
 from tests.api.test_reasoning import chat, parts
 from tests.api.test_tools import TOOLS
@@ -32,13 +29,8 @@ each_way = pytest.mark.parametrize("streamed", [False, True])
 
 
 @pytest.fixture
-async def http(
-    tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE)
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def http(templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    async with templated(TEMPLATE) as client:
         yield client
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from eagle_server.api.schemas import base
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import FakeEngine
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -217,13 +214,8 @@ CLOSED: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 @pytest.fixture
-async def strict(
-    tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE)
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def strict(templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    async with templated(TEMPLATE) as client:
         yield client
 
 

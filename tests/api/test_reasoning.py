@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import EOS, FakeEngine
 from tests.api.test_tools import TOOLS
 
@@ -34,14 +31,8 @@ def parser() -> str:
 
 
 @pytest.fixture
-async def http(
-    parser: str, tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE)
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    config = parse_args([*flags, "--reasoning-parser", parser], environ={})
-    async with http_client(config, engine_client, tokenizer_dir) as client:
+async def http(parser: str, templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    async with templated(TEMPLATE, "--reasoning-parser", parser) as client:
         yield client
 
 

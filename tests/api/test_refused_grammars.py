@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
 from eagle_server.engine.grammars.grammars import Grammars
 from eagle_server.request import FinishReason, Request
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import FakeEngine
 from tests.support.grammars import VOCAB, json_tokenizer
 
@@ -89,13 +86,9 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-async def http(
-    tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text("{% if tools %}{% endif %}{{ messages[-1].content }}")
-    flags = ["--model-path", str(tokenizer_dir), "--chat-template", str(file), "--tool-call-parser", "hermes"]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def http(templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    template = "{% if tools %}{% endif %}{{ messages[-1].content }}"
+    async with templated(template, "--tool-call-parser", "hermes") as client:
         yield client
 
 

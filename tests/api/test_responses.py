@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,10 +13,8 @@ import pytest
 from eagle_server.api.errors import ApiError
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.responses import ResponsesRequest
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
 from eagle_server.request import Grammar
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import BREAK, EOS, REFUSE, FakeEngine
 from tests.api.test_output_items import INVALID
 from tests.api.test_tools import CALLS, CITY, HINTS, SAY, TEMPLATE
@@ -34,13 +31,8 @@ CALL_ENDS = ["response.function_call_arguments.done", "response.output_item.done
 
 
 @pytest.fixture
-async def http(
-    tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE % HINTS["hermes"])
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def http(templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    async with templated(TEMPLATE % HINTS["hermes"]) as client:
         yield client
 
 

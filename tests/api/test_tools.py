@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from eagle_server.client.client import EngineClient
-from eagle_server.config import parse_args
-from tests.api.conftest import http_client
+from tests.api.conftest import Templated
 from tests.api.fake_engine import EOS, MARKER, FakeEngine
 
 # The comment in the template shows the format, for --tool-call-parser auto.
@@ -56,13 +53,8 @@ def format() -> str:
 
 
 @pytest.fixture
-async def http(
-    format: str, tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
-) -> AsyncIterator[httpx.AsyncClient]:
-    file = tmp_path / "template.jinja"
-    file.write_text(TEMPLATE % HINTS.get(format, ""))
-    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
-    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+async def http(format: str, templated: Templated) -> AsyncIterator[httpx.AsyncClient]:
+    async with templated(TEMPLATE % HINTS.get(format, "")) as client:
         yield client
 
 
