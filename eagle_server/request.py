@@ -31,13 +31,28 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar that the output must match.
 
     `source` is a JSON schema, a regular expression, a grammar in EBNF (GBNF) or Lark, a JSON list of texts, or, as
-    `lark`, tool calls in llguidance's Lark. `json_object` allows any JSON object; its source is empty. `thinking` is
-    the grammar of the text before the answer: llguidance's Lark with a rule `thinking`. Empty: the answer comes first.
+    `calls`, tool calls in llguidance's Lark, where the rules of call number N begin with `call_N`. `json_object` allows
+    any JSON object; its source is empty. `calls`, if not empty, are tool calls that may come in place of the answer.
+    `thinking` is the grammar of the text before both: llguidance's Lark with the rules `thinking`, and `header` for
+    what follows if it is no call. Empty: there is no thinking.
+
+    An error names the client's parameters: `param` has the source, each of `call_params` the schema of one call.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "calls"]
     source: str = ""
+    calls: str = ""
     thinking: str = ""
+    param: str = "grammar"
+    call_params: tuple[str, ...] = ()
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be followed, for this `reason`. `param` is the client's parameter that has it."""
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(f"{param} cannot be followed: {reason}")
+        self.param, self.reason = param, reason
 
 
 # Logits are multiplied or divided by the penalty. Outside this range they would overflow.
@@ -208,7 +223,8 @@ class TokenDelta(msgspec.Struct, kw_only=True):
 
     The first delta has `prompt_logprobs` if the request asks for them: one entry for every prompt token except the
     first. Every delta of a decode has a `tree` if the request asks for trees; the delta of a prefill has none. The last
-    delta has `timing`, unless the request ended before its prompt was computed.
+    delta has `timing`, unless the request ended before its prompt was computed. `param` names the client's parameter
+    that has the grammar that an `error` is about.
     """
 
     request_id: str
@@ -217,6 +233,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    param: str | None = None
     cached_tokens: int = 0
     spec: SpecStats | None = None
     timing: Timing | None = None

@@ -15,6 +15,7 @@ from eagle_server.request import (
     EngineStats,
     FinishReason,
     Flushed,
+    GrammarError,
     Ready,
     Request,
     SamplingParams,
@@ -93,12 +94,15 @@ class Engine:
             if error is None:
                 self._queue(request, future.result())
             else:
-                self._refuse(request, str(error), is_client=isinstance(error, ValueError))
+                self._refuse(request, error)
 
-    def _refuse(self, request: Request, reason: str, *, is_client: bool = True) -> None:
-        """End a request. `is_client`: its client must change it; otherwise the server failed."""
-        ended = FinishReason.REFUSED if is_client else FinishReason.ERROR
-        self._outbox.append(TokenDelta(request_id=request.request_id, token_ids=[], finish_reason=ended, error=reason))
+    def _refuse(self, request: Request, reason: str | BaseException) -> None:
+        """End a request. Its client must change it, unless the reason is an exception of the server's own."""
+        delta = TokenDelta(request_id=request.request_id, token_ids=[], error=str(reason))
+        is_own = isinstance(reason, BaseException) and not isinstance(reason, GrammarError)
+        delta.finish_reason = FinishReason.ERROR if is_own else FinishReason.REFUSED
+        delta.param = reason.param if isinstance(reason, GrammarError) else None
+        self._outbox.append(delta)
 
     def _queue(self, request: Request, compiled: CompiledGrammar | None = None) -> None:
         params, prompt_length = request.sampling, len(request.prompt_token_ids)

@@ -19,7 +19,7 @@ from eagle_server.text.chat_template import ChatTemplate
 from eagle_server.text.tools.formats import CALL, CHANNEL, END, HARMONY, MESSAGE, RETURN, START
 from eagle_server.text.tools.grammars import literal, terminals
 
-_ANY, _BREAKS = r"/(.|\n)*/", r"/\n{0,2}/"
+_ANY, _BREAKS, _EMPTY = r"/(.|\n)*/", r"/\n{0,2}/", '""'
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ class ReasoningFormat:
             return False
         return True if tail.endswith(self.openings) or self.always else None
 
-    def lark(self, tokens: Mapping[str, int], *, is_open: bool | None, is_call: bool = False) -> str:
+    def lark(self, tokens: Mapping[str, int], *, is_open: bool | None) -> str:
         """Rules of llguidance's Lark: `thinking` is all text before the answer. See `state_after` for `is_open`.
 
-        `is_call`: the answer is a tool call. The call's own grammar has the header.
+        `header` follows where the answer is no tool call: calls have their own.
 
         `tokens` has the ids of markers that are special tokens. At most two line breaks come before the answer.
         """
         opening = "(" + " | ".join(terminals(marker, tokens) for marker in self.openings) + ")"
         start = f"{opening}? reasoned" if is_open else f"({opening} reasoned)?"
-        start += "" if is_call or not self.answer else f" {terminals(self.answer, tokens)}"
+        header = f"header: {terminals(self.answer, tokens) or _EMPTY}\n"
         if self.closings[0].startswith(tuple(tokens)):  # text never contains a special token
-            return f"thinking: {start}\nreasoned: {_ANY} {terminals(self.closings[0], tokens)} {_BREAKS}\n"
+            return f"{header}thinking: {start}\nreasoned: {_ANY} {terminals(self.closings[0], tokens)} {_BREAKS}\n"
         ends = "|".join(map(literal, self.closings))
-        return f"thinking: {start}\nreasoned: thought {_BREAKS}\nthought[suffix=/{ends}/]: {_ANY}\n"
+        return f"{header}thinking: {start}\nreasoned: thought {_BREAKS}\nthought[suffix=/{ends}/]: {_ANY}\n"
 
 
 DEEPSEEK_R1 = ReasoningFormat(

@@ -182,9 +182,17 @@ class FakeEngine:
         return Flushed(freed_slots=freed)
 
     def _end(
-        self, request_id: str, reason: FinishReason, error: str | None = None, spec: SpecStats | None = None
+        self,
+        request_id: str,
+        reason: FinishReason,
+        error: str | None = None,
+        param: str | None = None,
+        spec: SpecStats | None = None,
     ) -> None:
-        self._said.append(TokenDelta(request_id=request_id, token_ids=[], finish_reason=reason, error=error, spec=spec))
+        delta = TokenDelta(
+            request_id=request_id, token_ids=[], finish_reason=reason, error=error, param=param, spec=spec
+        )
+        self._said.append(delta)
 
     def _misbehave(self, sequence: Sequence) -> None:
         if sequence.asks_for(CRASH):

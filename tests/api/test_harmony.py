@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from eagle_server.engine.grammars.sources import llguidance_source
 from tests.api.conftest import Templated
 from tests.api.fake_engine import EOS, ID, FakeEngine, byte_tokenizer
 from tests.api.test_reasoning import chat, parts
@@ -80,11 +81,15 @@ async def test_grammars_begin_in_the_final_channel_and_enforced_calls_after_the_
     await chat(http, SAY, response_format={"type": "json_object"})
     grammar = engine.requests[-1].sampling.grammar
     channel, message, end = (f"<[{ID[f'<|{each}|>']}]>" for each in ("channel", "message", "end"))
-    assert grammar is not None and f'{channel} "final" {message}' in grammar.thinking.splitlines()[0]
+    assert grammar is not None and f'header: {channel} "final" {message}\n' in grammar.thinking
     assert f"{end} <[{ID['<|start|>']}]>" in grammar.thinking
+    assert "start: thinking header answer\n" in llguidance_source(grammar)
+    await chat(http, CALL, tools=TOOLS, response_format={"type": "json_object"})
+    grammar = engine.requests[-1].sampling.grammar
+    assert grammar is not None and "start: thinking (header answer | calls)\n" in llguidance_source(grammar)
     choice = await chat(http, CALL, tools=TOOLS, tool_choice="required")
     grammar = engine.requests[-1].sampling.grammar
-    assert grammar is not None and "final" not in grammar.thinking
+    assert grammar is not None and grammar.kind == "calls" and "header answer" not in llguidance_source(grammar)
     assert f'start: {channel} "commentary to=functions."' in grammar.source
     assert f'"get_weather " <[{ID["<|constrain|>"]}]> "json" {message}' in grammar.source
     assert choice["finish_reason"] == "tool_calls"

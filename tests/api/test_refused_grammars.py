@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from eagle_server.engine.grammars.grammars import Grammars
-from eagle_server.request import FinishReason, Request
+from eagle_server.request import FinishReason, GrammarError, Request
 from tests.api.conftest import Templated
 from tests.api.fake_engine import FakeEngine
 from tests.support.grammars import VOCAB, json_tokenizer
@@ -77,7 +77,8 @@ class CompilingEngine(FakeEngine):
         if error is None:
             super().add(request)
         else:
-            self._end(request.request_id, FinishReason.REFUSED, error=str(error))
+            assert isinstance(error, GrammarError)
+            self._end(request.request_id, FinishReason.REFUSED, error=str(error), param=error.param)
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ async def test_a_call_may_be_required(client: openai.AsyncOpenAI, engine: FakeEn
     await complete(client, "a", tool_choice="required")
     several = engine.requests[-1].sampling.grammar
     assert several is not None
-    assert several.kind == "lark"
+    assert several.kind == "calls"
     assert "get_weather" in several.source
     assert "stop" in several.source
     await complete(client, "a", tool_choice="required", parallel_tool_calls=False)
@@ -233,12 +233,6 @@ OPEN_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"pat
         ("none", {"parallel_tool_calls": False}, "parallel_tool_calls", "--tool-call-parser"),
         ("hermes", {"tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "none of the tools"),
         ("hermes", {"tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required or"),
-        (
-            "hermes",
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-            "exclude each other",
-        ),
         (
             "hermes",
             {"tool_choice": NAMED, "extra_body": {"structured_outputs": {"regex": "a"}}},

@@ -22,6 +22,8 @@ from tests.support.grammars import GRAMMARS, SCHEMA, VOCAB, json_tokenizer, unhu
 FORMAT = ReasoningFormat("test", ("<",), ("ba",), re.compile("no template"))
 PROMPT = list(range(1, 40))
 KINDS = ("json_schema", "regex", "choice")
+CALL = re.compile(r"\n*\([ab]{2,6}\)")  # in place of the answer
+CALLS = 'start: "(" /[ab]{2,6}/ ")"\n'
 
 
 def special_tokenizer() -> Tokenizer:
@@ -37,15 +39,15 @@ def special_tokenizer() -> Tokenizer:
 def requests(*, special: bool) -> list[Request]:
     """Requests whose prompt has begun the thinking, and such whose first words tell whether there is any."""
     ids = json_tokenizer().get_vocab()
-    format, tokens, likely = FORMAT, dict[str, int](), {"b": 5.0, "a": 4.5, "ab": 4.5, "<": 5.0}
+    format, tokens, likely = FORMAT, dict[str, int](), {"b": 5.0, "a": 4.5, "ab": 4.5, "<": 5.0, "(": 3.0}
     if special:
         format, tokens = ReasoningFormat("test", ("[]",), ("<ba>",), FORMAT.template), {"<ba>": ids["<"]}
-        likely = {"[]": 5.0, "<": 4.5, "a": 5.0}
+        likely = {"[]": 5.0, "<": 4.5, "a": 5.0, "(": 3.0}
     biases = {ids[token]: bias for token, bias in likely.items()} | {ids[space]: -100.0 for space in " \t\n\r"}
     out = []
     for number in range(18):
         kind, is_open = KINDS[number % 3], [True, None][number // 3 % 2]
-        grammar = with_fields(GRAMMARS[kind], thinking=format.lark(tokens, is_open=is_open))
+        grammar = with_fields(GRAMMARS[kind], thinking=format.lark(tokens, is_open=is_open), calls=CALLS)
         own: dict[str, Any] = {"seed": number, "temperature": 1.0, "max_tokens": 60, "grammar": grammar}
         made = request(f"{kind} {is_open} {number}", PROMPT[number:], logit_bias=tuple(sorted(biases.items())), **own)
         out.append(with_fields(made, trees=True))
@@ -61,7 +63,7 @@ def check_answer(name: str, text: str, closing: str, reason: FinishReason | None
     kind, is_open, _ = name.split()
     thinks = is_open == "True" or text.startswith(("<", "[]"))
     _, _, answer = text.partition(closing) if thinks else ("", "", text)
-    if reason is FinishReason.STOP:
+    if reason is FinishReason.STOP and not CALL.fullmatch(answer):
         if kind == "regex":
             assert re.fullmatch(GRAMMARS["regex"].source, answer.lstrip("\n"))
         elif kind == "choice":
@@ -100,6 +102,8 @@ def test_a_grammar_begins_after_the_thinking(build: Any, special: bool, monkeypa
     assert {n: (f.tokens, f.reason) for n, f in outcome.items()} == {n: (f.tokens, f.reason) for n, f in texts.items()}
     thought = [check_answer(n, spelled(f.tokens, tokenizer), closing, f.reason) for n, f in texts.items()]
     assert len(texts) / 2 < sum(thought) < len(texts)
+    called = [CALL.search(spelled(f.tokens, tokenizer)) is not None for f in texts.values()]
+    assert 0 < sum(called) < len(texts)
     assert sum(f.reason is FinishReason.STOP for f in texts.values()) > len(texts) / 2
     assert crossed > 0 or build is not eagle3, "thinner trees seldom cross"
     if build is not ngram:

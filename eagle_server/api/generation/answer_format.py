@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import ChatRequest
-from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.request import MAX_GRAMMAR_CHARACTERS, Grammar
 from eagle_server.text.chat_template import TemplateStops
 from eagle_server.text.markers import Syntax
@@ -18,7 +18,7 @@ from eagle_server.text.reasoning_formats import ReasoningFormat
 from eagle_server.text.reasoning_parser import ChannelParser, ReasoningParser
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tools.formats import ToolFormat
-from eagle_server.text.tools.grammars import argument_schema, call_grammar
+from eagle_server.text.tools.grammars import argument_schema, call_grammar, can_write
 from eagle_server.text.tools.json_calls import Functions
 from eagle_server.text.tools.parser import ToolCallParser
 
@@ -35,20 +35,20 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A request's use of tools. `single`: at most one call. `grammar` is not None if the answer must be a call.
+    """A request's use of tools. `single`: at most one call.
 
-    `grammar_params` name the schema of each function that may be called, for errors of the grammar.
+    `grammar` is not None if the answer must be a call, or calls or a text of a certain form.
     """
 
     syntax: Syntax[ToolFormat]
     functions: Functions
     single: bool
-    grammar: Grammar | None
-    grammar_params: Sequence[str] = ()
+    grammar: Grammar | None = None
 
     def parser(self) -> ToolCallParser:
         """A new parser, for one choice."""
-        return ToolCallParser(self.syntax.format, self.functions, single=self.single)
+        instead = self.grammar is not None and self.grammar.kind != "calls"
+        return ToolCallParser(self.syntax.format, self.functions, single=self.single, instead=instead)
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,19 @@ class AnswerFormat:
         return kind(format, calls, is_open=reasoning.is_open, separate=reasoning.separate, stream=reasoning.stream)
 
     def grammar(self, requested: Grammar | None) -> Grammar | None:
-        """The grammar of the whole output: of the thinking, then of the tool calls, else the `requested` one.
-
-        The latter two apply after the thinking.
-        """
-        is_call = self.tools is not None and self.tools.grammar is not None
-        grammar = self.tools.grammar if self.tools is not None and is_call else requested
+        """The grammar of the whole output: of the thinking, then of the tools, else the `requested` one."""
+        grammar = None if self.tools is None else self.tools.grammar
+        grammar = grammar or requested
         if grammar is None or self.reasoning is None:
             return grammar
         syntax = self.reasoning.syntax
-        thinking = syntax.format.lark(syntax.tokens, is_open=self.reasoning.is_open, is_call=is_call)
-        return msgspec.structs.replace(grammar, thinking=thinking)
-
-    def grammar_params(self, body: GenerationBody) -> Sequence[str]:
-        """The parameters that the grammar of the output is from: one, or one for each function that may be called."""
-        if self.tools is not None and self.tools.grammar is not None:
-            return self.tools.grammar_params
-        if body.structured_outputs is not None:
-            return (f"structured_outputs.{body.structured_outputs.field}",)
-        param = body.name("response_format")
-        return (f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema",)
+        thinking = syntax.format.lark(syntax.tokens, is_open=self.reasoning.is_open)
+        return replace(grammar, thinking=thinking)
 
     def stops(self, template: TemplateStops, tokenizer: Tokenizer) -> TemplateStops:
         """The template's stops, and the end tokens of this format."""
         ends = () if self.reasoning is None else map(tokenizer.token_id, self.reasoning.syntax.format.ends)
-        return replace(template, token_ids=(*template.token_ids, *(end for end in ends if end is not None)))
+        return dataclasses.replace(template, token_ids=(*template.token_ids, *(end for end in ends if end is not None)))
 
 
 PLAIN = AnswerFormat()
@@ -132,30 +120,44 @@ def tool_use(body: ChatRequest, syntax: Syntax[ToolFormat] | None) -> ToolUse | 
     functions = [tool["function"] for tool in body.offered_tools]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     single = body.named_function is not None or not body.parallel_tool_calls or syntax.format.single
-    if not body.must_call:
-        return ToolUse(syntax, schemas, single, grammar=None)
+    form = None if body.must_call else body.grammar
+    if form is None and not body.must_call:
+        return ToolUse(syntax, schemas, single)
     callable_functions = {
         f"tools.{number}.{body.name('function.parameters')}": function
         for number, function in enumerate(functions)
         if body.named_function in (None, function["name"])
+        and (body.must_call or can_write(syntax.format, function["name"]))
     }
-    return ToolUse(syntax, schemas, single, _grammar(syntax, callable_functions, single=single), [*callable_functions])
+    if form is not None and not callable_functions:
+        return ToolUse(syntax, schemas, single, form)
+    grammar = _grammar(syntax, callable_functions, single=single, strict=body.must_call)
+    if form is not None:
+        grammar = replace(form, calls=grammar.source, call_params=grammar.call_params)
+    return ToolUse(syntax, schemas, single, grammar)
 
 
-def _grammar(syntax: Syntax[ToolFormat], functions: Mapping[str, Mapping[str, Any]], *, single: bool) -> Grammar:
+def _grammar(
+    syntax: Syntax[ToolFormat], functions: Mapping[str, Mapping[str, Any]], *, single: bool, strict: bool
+) -> Grammar:
     """The grammar of calls of these functions, which are by the parameter that names their schema.
+
+    Without `strict` only functions that are strict themselves have their schemas enforced.
 
     Raises:
         ApiError: a schema cannot be enforced, or the grammar is too long.
     """
-    schemas = {}
+    schemas = dict[str, tuple[str, Mapping[str, Any] | None]]()
     for param, function in functions.items():
         try:
-            schemas[param] = (function["name"], argument_schema(function.get("parameters")))
+            enforced = strict or function.get("strict")
+            schema = argument_schema(function.get("parameters")) if enforced else None
+            schemas[param] = (function["name"], schema)
         except ValueError as error:
             raise bad_request(f"{param} {error}", param, "invalid_value") from None
     try:
-        return call_grammar(syntax.format, list(schemas.values()), syntax.tokens, single=single)
+        grammar = call_grammar(syntax.format, list(schemas.values()), syntax.tokens, single=single)
+        return replace(grammar, param="tools", call_params=tuple(schemas))
     except ValueError as error:
         size = 0
         for param, one in schemas.items():

@@ -149,7 +149,7 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
         async for delta in generation:
             state = states[delta.request_id]
             if not delta.token_ids:
-                state.raise_if_failed(delta, answer.prepared.grammar_params)
+                state.raise_if_failed(delta)
             was_stopped = state.is_stopped
             if delta.prompt_logprobs:  # thousands of entries would block the event loop
                 output = await asyncio.to_thread(state.process, delta)
@@ -159,4 +159,4 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
                 generation.complete(delta.request_id, state.completion_tokens)
             yield output
             # The tokens before the failure are sent first, as in plain decoding.
-            state.raise_if_failed(delta, answer.prepared.grammar_params)
+            state.raise_if_failed(delta)

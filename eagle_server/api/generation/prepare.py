@@ -53,14 +53,12 @@ class Prepared:
     """A request whose prompts are tokens and whose limits are checked.
 
     `body` is the client's completion or chat, or the chat that its body was translated to. `states` has one entry per
-    sequence, with its engine request: `body.candidates` for each prompt in turn. `grammar_params` name the parameters
-    that an error of the grammar is about.
+    sequence, with its engine request: `body.candidates` for each prompt in turn.
     """
 
     response_id: str
     body: GenerationBody
     states: list[RequestState]
-    grammar_params: Sequence[str]
 
     @property
     def first_states(self) -> list[RequestState]:
@@ -135,7 +133,7 @@ def prepare(
         RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
         for index, request in enumerate(_requests(body, response_id, truncated, sampling, max_tokens))
     ]
-    return Prepared(response_id, body, states, answer.grammar_params(body))
+    return Prepared(response_id, body, states)
 
 
 def prepare_chat(body: ChatRequest | TranslatedBody, service: Service, ready: Ready, response_id: str) -> Prepared:

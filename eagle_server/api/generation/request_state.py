@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -15,8 +14,6 @@ from eagle_server.text.reasoning_parser import ReasoningParser
 from eagle_server.text.stop_strings import StopStrings
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tools.parser import ParsedText, ToolCallDelta, join
-
-_GRAMMAR_ERROR = re.compile(r"grammar: this \w+ cannot be followed: (?:call (\d+): )?(.*)", re.DOTALL)  # the engine's
 
 
 @dataclass(frozen=True)
@@ -193,9 +190,8 @@ class RequestState:
         ended = self._end_token if self.stop_string is None else self.stop_string
         return ended if ended in self._options.own_stops else None
 
-    def raise_if_failed(self, delta: TokenDelta, grammar_params: Sequence[str] = ()) -> None:
-        """`grammar_params`: the parameters that the request's grammar is from.
-
+    def raise_if_failed(self, delta: TokenDelta) -> None:
+        """
         Raises:
             ApiError: the engine refused the request, failed or aborted it, and the answer is not complete.
         """
@@ -203,7 +199,9 @@ class RequestState:
             return
         message = delta.error or "the engine gave no reason"
         if delta.finish_reason is FinishReason.REFUSED:
-            raise _refusal(message, grammar_params)
+            if delta.param is not None:
+                raise bad_request(message, delta.param, "invalid_value")
+            raise bad_request(f"the request cannot be served: {message}")
         if delta.finish_reason is FinishReason.ERROR:
             raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"generation failed: {message}")
         if delta.finish_reason is FinishReason.ABORT:
@@ -249,15 +247,3 @@ class RequestState:
             logprob, top = (None, []) if entry is None else (entry.logprob, entry.top)
             output.tokens.append(ScoredToken(token_id, logprob, top, offset))
             offset += len(detokenizer.push(token_id))
-
-
-def _refusal(reason: str, grammar_params: Sequence[str]) -> ApiError:
-    """The error of a request that the engine refused."""
-    match = _GRAMMAR_ERROR.match(reason)
-    if match is None or not grammar_params:
-        return bad_request(f"the request cannot be served: {reason}")
-    if match[1] is not None and int(match[1]) < len(grammar_params):
-        param = grammar_params[int(match[1])]
-    else:
-        param = grammar_params[0] if len(grammar_params) == 1 else "tools"
-    return bad_request(f"{param} cannot be followed: {match[2]}", param, "invalid_value")

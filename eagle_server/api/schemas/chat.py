@@ -306,6 +306,5 @@ class ChatRequest(GenerationBody, Rendering):
         name = self.named_function
         if name is not None and all(tool["function"]["name"] != name for tool in self.tools):
             yield "tool_choice", f"names {name!r}, which is none of the tools"
-        if self.must_call and self.grammar is not None:
-            param = "response_format" if self.structured_outputs is None else "structured_outputs"
-            yield self.name(param), "and a tool_choice that asks for a call exclude each other"
+        if self.must_call and self.structured_outputs is not None:
+            yield "structured_outputs", "and a tool_choice that asks for a call exclude each other"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
+from msgspec.structs import replace
 from pydantic import Field
 
 from eagle_server.api.schemas.base import Body, Part
@@ -137,8 +138,14 @@ class GenerationBody(SamplingBody):
     @property
     def grammar(self) -> Grammar | None:
         if self.structured_outputs is not None:
-            return self.structured_outputs.grammar
-        return None if self.response_format is None else self.response_format.grammar
+            return replace(self.structured_outputs.grammar, param=f"structured_outputs.{self.structured_outputs.field}")
+        grammar = None if self.response_format is None else self.response_format.grammar
+        if grammar is None:
+            return None
+        param = self.name("response_format")
+        return replace(
+            grammar, param=f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema"
+        )
 
     @property
     def candidates(self) -> int:

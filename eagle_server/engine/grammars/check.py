@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import llguidance
 import msgspec
 
-from eagle_server.engine.grammars.sources import llguidance_source, readable
-from eagle_server.request import Grammar
+from eagle_server.engine.grammars.sources import llguidance_source, param_of, readable
+from eagle_server.request import Grammar, GrammarError
 
 SECONDS = 1  # CPU time for one grammar
 MEMORY = 64 << 20  # bytes that one compiled grammar may take
@@ -63,7 +63,7 @@ class GrammarCheck:
         """The grammar in the form that llguidance takes.
 
         Raises:
-            ValueError: the grammar is wrong, or too large.
+            GrammarError: the grammar is wrong, or too large.
             OSError: the process does not answer.
         """
         process = self.start()
@@ -75,9 +75,9 @@ class GrammarCheck:
         if not answer:
             self.close()
             raise OSError("the process that checks grammars has ended")
-        source, error = json.loads(answer)
-        if error is not None:
-            raise ValueError(error)
+        source, param, reason = json.loads(answer)
+        if reason:
+            raise GrammarError(param, reason)
         return str(source)
 
     def close(self) -> None:
@@ -109,8 +109,11 @@ def _serve(size: int) -> None:
     wrapper = llguidance.TokenizerWrapper(_Bytes(size))
     tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=_BYTES, slices=[])
     for line in sys.stdin.buffer:
-        answer = _fork(msgspec.json.decode(line, type=Grammar), tokenizer)
-        sys.stdout.buffer.write(answer if answer.endswith(b"\n") else json.dumps(("", TOO_LARGE)).encode() + b"\n")
+        grammar = msgspec.json.decode(line, type=Grammar)
+        answer = _fork(grammar, tokenizer)
+        if not answer.endswith(b"\n"):
+            answer = _line("", param_of(grammar), TOO_LARGE)
+        sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()
 
 
@@ -133,13 +136,20 @@ def _fork(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> bytes:
 
 def _answer(grammar: Grammar, tokenizer: llguidance.LLTokenizer, writing: int) -> None:
     try:
-        answer: tuple[str, str | None] = _checked(grammar, tokenizer), None
+        answer = _line(_checked(grammar, tokenizer))
+    except GrammarError as error:
+        answer = _line("", error.param, error.reason)
     except (RecursionError, MemoryError):
-        answer = "", TOO_LARGE
+        answer = _line("", param_of(grammar), TOO_LARGE)
     except Exception as error:
-        answer = "", readable(str(error), "")
+        answer = _line("", param_of(grammar), readable(str(error), ""))
     with os.fdopen(writing, "wb") as pipe:
-        pipe.write(json.dumps(answer).encode() + b"\n")
+        pipe.write(answer)
+
+
+def _line(source: str, param: str = "", reason: str = "") -> bytes:
+    """The answer: the grammar as llguidance takes it, or a parameter and what is wrong with it."""
+    return json.dumps((source, param, reason)).encode() + b"\n"
 
 
 def _checked(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
@@ -149,10 +159,22 @@ def _checked(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(readable(matcher.get_error(), source, calls=grammar.kind == "lark"))
+        for part in _parts(grammar):
+            _checked(part, tokenizer)
+        error = matcher.get_error()
+        raise GrammarError(param_of(grammar, error, source), readable(error, source))
     if _resident() - before > MEMORY:
-        raise ValueError(TOO_LARGE)
+        raise GrammarError(param_of(grammar), TOO_LARGE)
     return source
+
+
+def _parts(grammar: Grammar) -> Sequence[Grammar]:
+    """The answer's grammar and that of the calls in its place. Whichever is wrong alone says whose error it is."""
+    if not grammar.calls:
+        return ()
+    replace = msgspec.structs.replace
+    calls = replace(grammar, kind="calls", source=grammar.calls, calls="", thinking="", param="tools")
+    return replace(grammar, calls="", thinking=""), calls
 
 
 def _resident() -> int:

@@ -18,7 +18,7 @@ import tokenizers
 
 from eagle_server.engine.grammars.check import GrammarCheck, limits
 from eagle_server.engine.grammars.matcher import LLGuidanceMatcher, MaskBudget
-from eagle_server.request import Grammar
+from eagle_server.request import Grammar, GrammarError
 from eagle_server.text.token_spelling import byte_alphabet
 
 CACHED = 256  # grammars
@@ -95,7 +95,7 @@ class CompiledGrammar:
 
 def _may_succeed_later(compiled: Future[CompiledGrammar]) -> bool:
     """Whether something other than the grammar itself was wrong."""
-    return compiled.done() and not isinstance(compiled.exception(), ValueError | None)
+    return compiled.done() and not isinstance(compiled.exception(), GrammarError | None)
 
 
 class Grammars:
@@ -120,7 +120,7 @@ class Grammars:
         self._cache: OrderedDict[tuple[Grammar, str | None], Future[CompiledGrammar]] = OrderedDict()
 
     def compile(self, grammar: Grammar, salt: str | None = None) -> Future[CompiledGrammar]:
-        """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid.
+        """A future of the compiled grammar. Its exception is a GrammarError if the grammar is invalid.
 
         Requests with different salts share no grammar: the time would reveal which grammars others use.
         """
@@ -152,14 +152,11 @@ class Grammars:
         return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._ends)), vocabulary
 
     def _compile(self, grammar: Grammar, tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]]) -> CompiledGrammar:
-        try:
-            with self._borrowed_check() as check:
-                try:
-                    source = check.check(grammar)
-                except OSError:  # something has killed it
-                    source = check.check(grammar)
-        except ValueError as error:
-            raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {error}") from error
+        with self._borrowed_check() as check:
+            try:
+                source = check.check(grammar)
+            except OSError:  # something has killed it
+                source = check.check(grammar)
         return CompiledGrammar(source, *tokens.result(), self._ends, self._masking, self.budget)
 
     @contextmanager

@@ -43,10 +43,18 @@ def llguidance_source(grammar: Grammar) -> str:
     Raises:
         ValueError: the source has a wrong form. Most errors show only when a matcher is made.
     """
-    source = "".join(map(_simplified, _OWN_OPTIONS.sub("", _lark(grammar)).splitlines(keepends=True)))
+    source = _without_effect_left_out(_OWN_OPTIONS.sub("", _lark(grammar)))
+    if not (grammar.thinking or grammar.calls):
+        return _OPTIONS + source
+    start = "answer" if grammar.kind == "calls" or not grammar.thinking else "header answer"
+    if grammar.calls:
+        start, source = (
+            f"({start} | calls)",
+            f"{source}\n}}\ncalls: %lark {{\n{_without_effect_left_out(grammar.calls)}",
+        )
     if grammar.thinking:
-        source = f"start: thinking answer\n{grammar.thinking}answer: %lark {{\n{source}\n}}\n"
-    return _OPTIONS + source
+        start = f"thinking {start}"
+    return f"{_OPTIONS}start: {start}\n{grammar.thinking}answer: %lark {{\n{source}\n}}\n"
 
 
 def _lark(grammar: Grammar) -> str:
@@ -63,8 +71,12 @@ def _lark(grammar: Grammar) -> str:
             return f"start: /{texts}/"
         case "ebnf":
             return llguidance.grammar_from("ebnf", _CODE_POINT.sub(_character, grammar.source))
-        case "lark":
+        case "calls":
             return grammar.source
+
+
+def _without_effect_left_out(source: str) -> str:
+    return "".join(map(_simplified, source.splitlines(keepends=True)))
 
 
 def _simplified(line: str) -> str:
@@ -85,19 +97,19 @@ def _parsed(source: str) -> Any:
         raise ValueError("its JSON cannot be read: a number may be too long") from None
 
 
-def readable(error: str, source: str, *, calls: bool = False) -> str:
-    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords.
+def param_of(grammar: Grammar, error: str = "", source: str = "") -> str:
+    """The client's parameter that llguidance's `error` is about, for the llguidance `source`."""
+    if grammar.kind != "calls":
+        return grammar.param
+    call = _CALL.match(_line(error, source))
+    if call is None and len(grammar.call_params) != 1:
+        return grammar.param
+    return grammar.call_params[0 if call is None else int(call[1])]
 
-    `calls`: the source is a grammar of tool calls. Then "call 2: " begins the reason if the third function is wrong.
-    """
-    place = _PLACE.match(error)
-    line = source.splitlines()[int(place[1]) - 1] if place else ""
-    call = _CALL.match(line) if calls else None
-    return (f"call {call[1]}: " if call else "") + _reason(error, line, source)
 
-
-def _reason(error: str, line: str, source: str) -> str:
-    """The reason of an error in this line of the source; "" if its line is unknown."""
+def readable(error: str, source: str) -> str:
+    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
+    line = _line(error, source)
     first = error.partition("\n")[0]  # the client's text may follow
     if match := _UNIMPLEMENTED.search(first):
         keywords = {word.strip(' "') for word in match[1].split(",")}
@@ -112,6 +124,12 @@ def _reason(error: str, line: str, source: str) -> str:
     if match := _PLACE.match(reason):
         reason = match[2] if JSON in line else f"{match[2]} in line {line.strip()[:100]}"
     return " ".join(reason.split())[:300]
+
+
+def _line(error: str, source: str) -> str:
+    """The line of the source that has the error; "" if that is unknown."""
+    place = _PLACE.match(error)
+    return source.splitlines()[int(place[1]) - 1] if place else ""
 
 
 def _schemas(source: str) -> Iterator[Any]:

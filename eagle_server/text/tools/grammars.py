@@ -23,12 +23,15 @@ _TEXT_KEYWORDS = _NOTES | {"enum", "const", "minLength", "maxLength", "anyOf", "
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+Signature = tuple[str, Mapping[str, Any] | None]  # a function's name and the schema of its arguments; None: any
+
+
 def call_grammar(
-    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int], *, single: bool
+    format: ToolFormat, functions: Sequence[Signature], tokens: Mapping[str, int], *, single: bool
 ) -> Grammar:
     """A grammar for one call if `single` or if the format allows only one, else for one or more calls.
 
-    `functions` are names with the schemas of their arguments. `tokens` has the ids of markers that are special tokens.
+    `tokens` has the ids of markers that are special tokens.
 
     Raises:
         ValueError: a schema cannot be enforced in this format, or the grammar is too long; the message begins after the
@@ -59,16 +62,22 @@ def call_grammar(
                 f"the grammar would have more than {MAX_GRAMMAR_CHARACTERS:,} characters; "
                 "offer fewer functions or parameters, or let the model choose (tool_choice auto)"
             )
-    return Grammar(kind="lark", source="".join(rules))
+    return Grammar(kind="calls", source="".join(rules))
 
 
-def _call_rules(
-    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int]
-) -> Iterator[str]:
+def can_write(format: ToolFormat, name: str) -> bool:
+    """Whether a call in this format can have the name of this function."""
+    names = PYTHON_NAME if format.call is PythonCall else NAME
+    return format.begin == HERMES.begin or names.fullmatch(name) is not None  # JSON can spell all
+
+
+def _call_rules(format: ToolFormat, functions: Sequence[Signature], tokens: Mapping[str, int]) -> Iterator[str]:
     """Lines of Lark; call_0 is a call of the first function."""
     for number, (name, schema) in enumerate(functions):
         _check_names(format, name, schema)
-        if format.call is XmlCall:
+        if schema is None:
+            yield _call_with_any_arguments(f"call_{number}", format, name, tokens)
+        elif format.call is XmlCall:
             yield from _xml_call(f"call_{number}", name, schema)
         elif format.call is PythonCall:
             yield from _python_call(f"call_{number}", name, schema)
@@ -76,17 +85,31 @@ def _call_rules(
             yield _json_call(f"call_{number}", format, name, schema, tokens)
 
 
-def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> None:
+def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any] | None) -> None:
     """
     Raises:
         ValueError: this format cannot spell a name.
     """
-    if format.begin == HERMES.begin:
-        return  # JSON can spell all
-    names, keys = (PYTHON_NAME, PYTHON_KEY) if format.call is PythonCall else (NAME, XML_KEY)
-    wrong_keys = [] if format.after_name else [key for key, _, _ in _parameters(schema) if not keys.fullmatch(key)]
-    if wrong := wrong_keys if names.fullmatch(name) else [name]:
+    keys, wrong = PYTHON_KEY if format.call is PythonCall else XML_KEY, list[str]()
+    if not can_write(format, name):
+        wrong = [name]
+    elif format.call in (PythonCall, XmlCall) and schema is not None:
+        wrong = [key for key, _, _ in _parameters(schema) if not keys.fullmatch(key)]
+    if wrong:
         raise ValueError(f"has the name {wrong[0]!r}, which cannot be written in this model's format")
+
+
+def _call_with_any_arguments(rule: str, format: ToolFormat, name: str, tokens: Mapping[str, int]) -> str:
+    if format.call is XmlCall:
+        key, end = f"/<parameter={XML_KEY.pattern}>\\n/", _text(_VALUE_END.strip())
+        call = f"{_text(f'<function={name}>{_BREAK}')} {rule}_one* {_text('</function>')}"
+        text = f"{rule}_text[suffix={end}]: /(.|\\n)*/\n"
+        return f"{rule}: {call}\n{rule}_one: {key} {rule}_text {_text(_BREAK)}\n{text}"
+    if format.call is PythonCall:
+        value = json_rule(f"{rule}_json", {})
+        call = f'{_text(f"{name}(")} ({rule}_one (", " {rule}_one)*)? {_text(")")}'
+        return f"{rule}: {call}\n{rule}_one: /{PYTHON_KEY.pattern}=/ {rule}_json\n{value}"
+    return _json_call(rule, format, name, {"type": "object"}, tokens)
 
 
 def _json_call(rule: str, format: ToolFormat, name: str, schema: Mapping[str, Any], tokens: Mapping[str, int]) -> str:

@@ -74,11 +74,16 @@ class ToolCallParser:
     WHITESPACE characters. With more whitespace between a marker and its call there is no call.
     """
 
-    def __init__(self, format: ToolFormat, functions: Functions, *, single: bool = False) -> None:
-        """`functions`: the offered ones. `single`: drop all text after the first call."""
+    def __init__(
+        self, format: ToolFormat, functions: Functions, *, single: bool = False, instead: bool = False
+    ) -> None:
+        """`functions`: the offered ones. `single`: drop all text after the first call. `instead`: calls come in place
+        of content, so all text after the beginning of content is content.
+        """
         self._format, self._functions, self._single = format, functions, single
         self._held = ""
         self._ended = False
+        self._after_content = self._in_text if instead else self._in_content
         self._state: Callable[[ParsedText], bool] = self._at_beginning if format.bare else self._in_content
         self._call = format.call(0, functions, format.ends)
         self._call_end = ""  # a text that may still follow the newest call
@@ -145,9 +150,16 @@ class ToolCallParser:
         if text:
             parsed.content += text
             self._is_after_call = False
-        if cut >= 0:
+            self._state = self._after_content
+        if cut >= 0 and self._state == self._in_content:
             self._state = self._after_marker
-        return cut >= 0
+        return self._state != self._in_content
+
+    def _in_text(self, parsed: ParsedText) -> bool:
+        """Where no call can come any more."""
+        parsed.content += self._held
+        self._held = ""
+        return False
 
     def _after_marker(self, parsed: ParsedText) -> bool:
         begin = self._held.index(self._format.opening) + len(self._format.opening)
@@ -302,7 +314,7 @@ class ToolCallParser:
         parsed.content += self._held[:end]
         self._held = self._held[end:]
         self._is_after_call = False
-        self._state = self._in_content
+        self._state = self._after_content
         return True
 
     def _accepts_name(self, name: str) -> bool:

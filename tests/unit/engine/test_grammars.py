@@ -185,7 +185,7 @@ def chain(length: int) -> dict[str, Any]:
     ids=lambda value: value.source[:30] if isinstance(value, Grammar) else None,
 )
 def test_what_does_not_compile_says_why_in_one_line(grammars: Grammars, grammar: Grammar, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"grammar: this {grammar.kind} cannot be followed: ") as error:
+    with pytest.raises(ValueError, match="grammar cannot be followed: ") as error:
         grammars.compile(grammar).result()
     assert reason in str(error.value)
     assert "\n" not in str(error.value)

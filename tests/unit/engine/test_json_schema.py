@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars, Vocabulary
 from eagle_server.engine.grammars.json_schemas import FORMATS
-from eagle_server.request import Grammar
+from eagle_server.request import Grammar, GrammarError
 from eagle_server.text.tools.formats import HERMES
 from eagle_server.text.tools.grammars import call_grammar, json_rule
 from tests.support.grammars import VOCAB, json_tokenizer
@@ -275,18 +275,36 @@ def test_a_format_at_every_depth_is_taken(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(grammars: Grammars, words: str) -> None:
-    with pytest.raises(ValueError, match="grammar: this json_schema cannot be followed: ") as error:
+    with pytest.raises(ValueError, match="grammar cannot be followed: ") as error:
         compiled(grammars, REFUSED[words])
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("thinking", ["", "thinking: /a*/\n"])
-def test_a_schema_of_a_tool_is_refused_with_its_number(grammars: Grammars, thinking: str) -> None:
+THINKING = 'thinking: /a*/\nheader: ""\n'
+
+
+@pytest.mark.parametrize("thinking", ["", THINKING])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_schema_of_a_tool_is_refused_with_its_parameter(grammars: Grammars, thinking: str, *, beside: bool) -> None:
     schemas = [{"type": "object"}, {"type": "object", "not": {}}, {"type": "object", "if": {}, "then": False}]
     calls = call_grammar(HERMES, [(f"f{number}", schema) for number, schema in enumerate(schemas)], {}, single=True)
-    with pytest.raises(ValueError, match="call 1: ") as error:
-        grammars.compile(replace(calls, thinking=thinking)).result()
-    assert str(error.value).endswith("enforced: #/not")
+    params = tuple(f"tool {number}" for number in range(3))
+    grammar = replace(calls, thinking=thinking, call_params=params)
+    if beside:
+        answer = Grammar(kind="ebnf", source='root ::= call-2\ncall-2 ::= "a"', thinking=thinking, call_params=params)
+        grammar = replace(answer, calls=calls.source)
+    with pytest.raises(GrammarError, match="tool 1 cannot be followed: .* enforced: #/not") as error:
+        grammars.compile(grammar).result()
+    assert error.value.param == "tool 1"
+
+
+@pytest.mark.parametrize("thinking", ["", THINKING])
+def test_beside_tools_an_error_of_the_answer_names_its_parameter(grammars: Grammars, thinking: str) -> None:
+    calls = call_grammar(HERMES, [("f", {"type": "object"})], {}, single=True).source
+    for kind, source in (("json_schema", json.dumps({"not": {}})), ("regex", "(a"), ("ebnf", "root ::= call-0")):
+        grammar = Grammar(kind=kind, source=source, calls=calls, thinking=thinking, param="form", call_params=("f",))
+        with pytest.raises(GrammarError, match="form cannot be followed: "):
+            grammars.compile(grammar).result()
 
 
 def test_the_clients_own_compiler_options_are_dropped(grammars: Grammars) -> None:

@@ -126,7 +126,7 @@ def test_what_a_grammar_after_the_thinking_allows_is_the_answer_alone(*, is_call
     grammar = call_grammar(GPT_OSS, SIMPLE, ids, single=True) if is_call else words
     compiled, thought = Grammars(lambda: made, size, [0]), 0
     for is_open in (True, None) * 4:
-        thinking = FORMAT.lark(ids, is_open=is_open, is_call=is_call)
+        thinking = FORMAT.lark(ids, is_open=is_open)
         matcher = compiled.compile(replace(grammar, thinking=thinking)).result().matcher(0, [])
         detokenizer = IncrementalDetokenizer(fast, [1], markers)
         text = "".join(map(detokenizer.push, random_text(matcher, size, chance))) + detokenizer.flush()
