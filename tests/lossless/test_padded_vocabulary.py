@@ -16,7 +16,7 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.library import use_native
-from eagle_tools.training.tiny import tiny_pair
+from eagle_tools.training.tiny import BOUNDARIES, tiny_pair
 from tests.support.engines import plain, request, run, speculative, tokens_of
 
 ROWS = 64  # of the tokenizer
@@ -86,3 +86,71 @@ def test_a_row_that_the_tokenizer_needs_is_refused(models: Path, tmp_path: Path)
         load_draft(tmp_path / "narrow", served, how, algorithm="STANDALONE", target_path=tmp_path / "wide")
     with pytest.raises(CheckpointError, match="their tokenizers cannot be compared"):
         load_draft(tmp_path / "narrow", served, how, algorithm="STANDALONE")
+
+
+@pytest.fixture(scope="module")
+def heads(models: Path) -> Path:
+    """EAGLE heads for each target: sharing its embedding, with a copy of it, with one of their own; EAGLE-3 heads."""
+    pair = tiny_pair(models / "deeper", kind="eagle3", steps=30, vocab=ROWS)
+    for name in ("narrow", "wide"):
+        target = load_file(models / name / "model.safetensors")
+        embed, rows = target["model.embed_tokens.weight"], {"narrow": ROWS, "wide": MORE}[name]
+        lm_head = target.get("lm_head.weight", embed)
+        changed = {"embed_tokens.weight": embed * 1.1, "lm_head.weight": lm_head * 0.9}
+        copied = {"embed_tokens.weight": embed, "lm_head.weight": lm_head}
+        _head(models / "eagle", models / f"eagle {name}", rows, {})
+        _head(models / "eagle", models / f"eagle copied {name}", rows, copied)
+        _head(models / "eagle", models / f"eagle own {name}", rows, {"embed_tokens.weight": embed * 1.1})
+        marks = load_file(pair.draft / "model.safetensors")["t2d"]
+        t2d = torch.cat([marks, marks.new_zeros(rows - ROWS)])
+        _head(pair.draft, models / f"eagle3 map {name}", rows, {"t2d": t2d})
+        _head(pair.draft, models / f"eagle3 own {name}", rows, {**changed, "d2t": None, "t2d": None})
+    return models
+
+
+def _head(source: Path, to: Path, rows: int, change: dict[str, torch.Tensor | None]) -> None:
+    """A copy of a head, for a target with this many rows. None takes a tensor out."""
+    shutil.copytree(source, to)
+    tensors = {**load_file(to / "model.safetensors"), **change}
+    save_file({name: value.clone() for name, value in tensors.items() if value is not None}, to / "model.safetensors")
+    config = {**json.loads((to / "config.json").read_text()), "vocab_size": rows}
+    if "d2t" in change:
+        config["draft_vocab_size"] = rows
+    (to / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle copied", "eagle own", "eagle3 map", "eagle3 own"])
+@pytest.mark.parametrize(("target", "draft"), [("wide", "narrow"), ("narrow", "wide")])
+def test_texts_with_heads_are_those_without(heads: Path, kind: str, target: str, draft: str) -> None:
+    use_native("native")
+    how = Loading(context=256, lookahead=16, progress=False)
+    served = load_target(heads / target, how, dtype="float32")
+    overrides = {"aux_boundaries": BOUNDARIES} if kind.startswith("eagle3") else {}
+    head = load_draft(heads / f"{kind} {draft}", served, how, overrides=overrides, target_path=heads / target)
+    expected = tokens_of(run(plain(served), REQUESTS))
+    engine = speculative(served, head, 3, 8)
+    assert tokens_of(run(engine, REQUESTS)) == expected
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    if kind == "eagle copied":
+        names = {name for name, _ in head.weight_views()}
+        assert not names & {"embed_tokens.weight", "lm_head.weight"}, "copies are shared with the target"
+    if (kind, draft) == ("eagle3 own", "narrow"):
+        assert head.draft_vocab_size == ROWS, "what the head does not have is never drafted"
+
+
+def test_a_head_without_a_row_that_the_tokenizer_needs_is_refused(heads: Path, tmp_path: Path) -> None:
+    shutil.copytree(heads / "wide", tmp_path / "wide")
+    file = tmp_path / "wide" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["vocab"]["zz"] = ROWS
+    file.write_text(json.dumps(values))
+    how = Loading(context=256, progress=False)
+    served = load_target(tmp_path / "wide", how, dtype="float32")
+    for kind in ("eagle", "eagle own"):
+        with pytest.raises(CheckpointError, match="another target"):
+            load_draft(heads / f"{kind} narrow", served, how, target_path=tmp_path / "wide")
+    shutil.copytree(heads / "eagle own narrow", tmp_path / "head")
+    shutil.copy(heads / "narrow" / "tokenizer.json", tmp_path / "head")
+    with pytest.raises(CheckpointError, match="token 'zz' is None there and 64 in the target's"):
+        load_draft(tmp_path / "head", served, how, target_path=tmp_path / "wide")

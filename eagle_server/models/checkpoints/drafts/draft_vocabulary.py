@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,12 @@ from eagle_server.models.checkpoints.weights import StoredTensor, load_pickle, r
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.interface import DraftedTarget
 
+_TOKENIZER = "tokenizer.json"
 _SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs less: the subnormal step of float16 is 6e-8
 _ROWS = 4096
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # the first that is stated counts
+
+log = logging.getLogger(__name__)
 
 
 def draft_vocabulary(files: DraftFiles, declared: object, target_vocab: int) -> int:
@@ -46,6 +50,86 @@ def mask_token_id_of(value: Callable[[str], object], vocab: int, source: str) ->
             f"found {token!r}"
         )
     return token
+
+
+def token_ids(files: DraftFiles, *, is_head: bool = False) -> int | None:
+    """The number of ids that the tokenizers need; None: they are unknown.
+
+    A head's files seldom have a tokenizer. Then its target's counts.
+
+    Raises:
+        CheckpointError: an id means another token in the draft's tokenizer than in the target's.
+    """
+    if files.target is None or files.is_target:
+        return None
+    mine, theirs = (directory / _TOKENIZER for directory in (files.directory, files.target))
+    if not theirs.is_file() or not (is_head or mine.is_file()):
+        return None
+    import tokenizers  # only here, because a GPU benchmark loads heads without this package
+
+    known = [
+        tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+        for file in (mine, theirs)
+        if file.is_file()
+    ]
+    if known[0] != known[-1]:
+        token = min(t for t in known[0] | known[-1] if known[0].get(t) != known[-1].get(t))
+        raise CheckpointError(
+            f"{mine}: another vocabulary than {theirs}: token {token!r} is {known[0].get(token)} there and "
+            f"{known[-1].get(token)} in the target's; choose a draft of the same family"
+        )
+    return max(known[-1].values(), default=-1) + 1
+
+
+def with_target_rows(files: DraftFiles, target: DraftedTarget, declared: object, *, has_map: bool) -> DraftFiles:
+    """`files` with the rows of the target's vocabulary, if theirs are more or fewer by padding alone.
+
+    Models of one family often have embeddings of several sizes for one tokenizer. A head that was trained on one of
+    them drafts for the others too. Rows that no token needs are cut. Missing ones are the target's where both are as
+    wide, else zero. If only an lm_head of its own lacks some, they are never drafted.
+
+    Args:
+        declared: vocab_size in config.json, if the head has no embedding of its own.
+        has_map: whether this format can have a reduced vocabulary.
+
+    Raises:
+        CheckpointError: the draft has a tokenizer, which is not the target's.
+    """
+    vocab, tensors = target.config.vocab_size, dict(files.tensors)
+    rows = (files.shape("embed_tokens.weight") or files.shape("t2d") or (declared,))[0]
+    used = token_ids(files, is_head=True) if isinstance(rows, int) and rows != vocab else None
+    if used is None or not isinstance(rows, int) or used > min(rows, vocab):
+        return files
+    changed = {"vocab_size": vocab}
+    if "d2t" not in tensors and files.shape("lm_head.weight")[:1] == (rows,):
+        head, theirs = tensors["lm_head.weight"], target.lm_head.dense_weight()[:rows]
+        if head.shape == theirs.shape and is_copy(head.read(), theirs):
+            del tensors["lm_head.weight"]
+        elif rows > vocab:
+            tensors["lm_head.weight"] = _with_rows(head, vocab)
+            changed["draft_vocab_size"] = vocab
+        elif has_map:
+            tensors["d2t"] = StoredTensor(head.file, "d2t", (rows,), lambda: torch.zeros(rows, dtype=torch.int64))
+    if "embed_tokens.weight" in tensors:
+        tensors["embed_tokens.weight"] = _with_rows(tensors["embed_tokens.weight"], vocab, target.embed)
+    if "t2d" in tensors:
+        tensors["t2d"] = _with_rows(tensors["t2d"], vocab)
+    sizes = files.directory, rows, vocab, used
+    log.info("%s: made for %d rows of a vocabulary, the target has %d; the tokenizer needs %d of them", *sizes)
+    return replace(files, tensors=tensors, overrides={**files.overrides, **changed})
+
+
+def _with_rows(stored: StoredTensor, rows: int, missing: Tensor | None = None) -> StoredTensor:
+    """The first rows of a tensor, and rows of `missing` or zeros after its last one."""
+    shape = (rows, *stored.shape[1:])
+
+    def read() -> Tensor:
+        own = stored.read()[:rows]
+        if missing is None or missing.shape != shape:
+            return torch.cat([own, own.new_zeros(rows - len(own), *shape[1:])])
+        return torch.cat([own, missing.detach()[len(own) :].to(own.device, own.dtype)])
+
+    return StoredTensor(stored.file, stored.key, shape, read)
 
 
 def check_vocabulary(files: DraftFiles, target: DraftedTarget, draft_vocab: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
 from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, filled, shared_weights
-from eagle_server.models.checkpoints.drafts.draft_vocabulary import check_vocabulary, without_copies
+from eagle_server.models.checkpoints.drafts.draft_vocabulary import check_vocabulary, with_target_rows, without_copies
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import stored_heads
 from eagle_server.models.config import CheckpointError, ModelConfig
@@ -31,6 +31,7 @@ def recognizes(files: DraftFiles) -> bool:
 
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> EagleHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
+    files = with_target_rows(files, target, flatten(files).get("vocab_size"), has_map=False)
     config = eagle_config(files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)

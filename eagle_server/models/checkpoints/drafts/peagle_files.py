@@ -10,7 +10,7 @@ from typing import Any
 from eagle_server.models.checkpoints.drafts import eagle3_files
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
 from eagle_server.models.checkpoints.drafts.draft_loading import filled, shared_weights
-from eagle_server.models.checkpoints.drafts.draft_vocabulary import mask_token_id_of
+from eagle_server.models.checkpoints.drafts.draft_vocabulary import mask_token_id_of, with_target_rows
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import StoredTensor
 from eagle_server.models.config import CheckpointError, ModelConfig
@@ -34,6 +34,7 @@ def recognizes(files: DraftFiles) -> bool:
 
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> PEagleHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
+    files = with_target_rows(files, target, flatten(files).get("vocab_size"), has_map=True)
     config = peagle_config(files, target.config)
     config, files = eagle3_files.completed(config, _in_one_shape(files), target, how)
     head = filled(PEagleHead(config, how.positions, shared_weights(target, config)), files, how)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import cast
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
 from eagle_server.models.checkpoints.drafts.draft_loading import format_of
+from eagle_server.models.checkpoints.drafts.draft_vocabulary import token_ids
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.interface import DraftedTarget
-
-_TOKENIZER = "tokenizer.json"
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
             "have keys and values alone; choose another draft"
         )
     wanted = target.config.vocab_size
-    used = None if files.target is None else _check_tokenizers(directory, files.target)
+    used = token_ids(files)
     if config.vocab_size != wanted and (used is None or used > min(config.vocab_size, wanted)):
         why = "their tokenizers cannot be compared" if used is None else f"the tokenizer has {used} ids"
         raise CheckpointError(
@@ -74,20 +72,3 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
 def _has_llamas_names(files: DraftFiles) -> bool:
     needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
     return needed <= set(files.tensors) and "fc.weight" not in files.tensors
-
-
-def _check_tokenizers(draft: Path, target: Path) -> int | None:
-    """The number of ids, if both have a tokenizer.json; None: unknown. All ids must mean the same tokens."""
-    files = [directory / _TOKENIZER for directory in (draft, target)]
-    if draft == target or not all(file.is_file() for file in files):
-        return None
-    import tokenizers  # only here, because a GPU benchmark loads other heads without this package
-
-    mine, theirs = (tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
-    if mine != theirs:
-        token = min(t for t in mine | theirs if mine.get(t) != theirs.get(t))
-        raise CheckpointError(
-            f"{files[0]}: another vocabulary than {files[1]}: token {token!r} is {mine.get(token)} there and "
-            f"{theirs.get(token)} in the target's; choose a draft model of the same family"
-        )
-    return max(mine.values(), default=-1) + 1
