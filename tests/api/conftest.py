@@ -188,11 +188,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def start_server(log: Path, *flags: str, function: str = "build", environ: Mapping[str, str] | None = None) -> Server:
+def start_server(
+    log: Path,
+    *flags: str,
+    function: str = "build",
+    module: str = "tests.api.fake_engine",
+    environ: Mapping[str, str] | None = None,
+) -> Server:
+    """`function` of `module` builds the engine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    code = f"from tests.api.fake_engine import serve; serve({function!r})"
+    code = f"from tests.api.fake_engine import serve; serve({function!r}, {module!r})"
     with log.open("w") as sink:
         process = subprocess.Popen(
             [sys.executable, "-c", code, "--port", str(port), *flags],

@@ -317,10 +317,10 @@ def build_with_bug() -> FakeEngine:
     raise RuntimeError("a bug")
 
 
-def serve(function: str = "build") -> None:
-    """The real server around this engine: `python -c 'from tests.api.fake_engine import serve; serve()' FLAGS`."""
+def serve(function: str = "build", module: str = "tests.api.fake_engine") -> None:
+    """The real server around an engine: `python -c 'from tests.api.fake_engine import serve; serve()' FLAGS`."""
     from eagle_server.__main__ import run
     from eagle_server.config import parse_args
     from eagle_server.engine.process import EngineFactory
 
-    sys.exit(run(parse_args(sys.argv[1:]), EngineFactory("tests.api.fake_engine", function)))
+    sys.exit(run(parse_args(sys.argv[1:]), EngineFactory(module, function)))

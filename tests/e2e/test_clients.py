@@ -31,17 +31,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield up
 
 
-def result_of(script: str, server: Served) -> dict[str, Any]:
-    """What a script of tests/clients prints, run in its own environment. Skips the test if that is not there."""
-    if CLIENTS is None or not Path(CLIENTS, script).is_dir():
+def result_of(client: str, url: str, script: str = "", *arguments: object) -> dict[str, Any]:
+    """What a script of tests/clients prints, run in its client's environment. Skips the test if that is not there."""
+    if CLIENTS is None or not Path(CLIENTS, client).is_dir():
         pytest.skip("needs its client: tests/clients/install.py FOLDER, then TEST_CLIENTS=FOLDER")
-    command = [f"{CLIENTS}/{script}/bin/python", str(REPOSITORY / "tests" / "clients" / f"{script}.py"), server.url]
+    file = REPOSITORY / "tests" / "clients" / f"{script or client}.py"
+    command = [f"{CLIENTS}/{client}/bin/python", str(file), url, *map(str, arguments)]
     ours = {"PYTHONPATH", "HF_HUB_OFFLINE"}  # AIPerf reads no local tokenizer when it is offline
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert f"=={result['version']}" in dependencies(REPOSITORY / "tests" / "clients" / f"{script}.py")[0]
+    assert f"=={result['version']}" in dependencies(REPOSITORY / "tests" / "clients" / f"{client}.py")[0]
     return result
 
 
@@ -62,7 +63,7 @@ def is_entry(value: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 def test_langchain_openai(server: Served) -> None:
-    result = result_of("langchain_openai_client", server)
+    result = result_of("langchain_openai_client", server.url)
     assert result["completion"] == "".join(result["completion_stream"]) == plain_completion(server)
     assert result["chat"] == "".join(result["chat_stream"]) == plain_chat(server)
     assert len([piece for piece in result["chat_stream"] if piece]) > 1
@@ -74,7 +75,7 @@ def test_langchain_openai(server: Served) -> None:
 
 @pytest.mark.slow
 def test_litellm(server: Served) -> None:
-    result = result_of("litellm_client", server)
+    result = result_of("litellm_client", server.url)
     assert result["completion"] == "".join(result["completion_stream"]) == plain_completion(server)
     assert result["chat"] == "".join(result["chat_stream"]) == result["chat_by_vllm_provider"] == plain_chat(server)
     assert len([piece for piece in result["chat_stream"] if piece]) > 1
@@ -84,7 +85,7 @@ def test_litellm(server: Served) -> None:
 
 @pytest.mark.slow
 def test_pydantic_ai(server: Served) -> None:
-    result = result_of("pydantic_ai_client", server)
+    result = result_of("pydantic_ai_client", server.url)
     assert result["chat"] == "".join(result["chat_stream"]) == plain_chat(server)
     assert len(result["chat_stream"]) > 1
     assert is_entry(result["entry"])
@@ -94,7 +95,7 @@ def test_pydantic_ai(server: Served) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_aiperf(server: Served) -> None:
-    result = result_of("aiperf_client", server)
+    result = result_of("aiperf_client", server.url)
     for endpoint in ("chat", "completions"):
         measured = result[endpoint]
         assert measured["request_count"] == 12
