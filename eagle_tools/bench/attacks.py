@@ -6,6 +6,7 @@ when stdin has a line, and then prints one line per answer. `eagle_tools.bench.h
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import sys
@@ -38,11 +39,11 @@ DEPTH = 25  # nested repetitions: each doubles the ways to read a text
 PAGE = 900  # prompt tokens; the demo's context is 1024
 
 
-def post(port: int, content: bytes, path: str = "/v1/completions") -> str:
+def post(port: int, content: bytes, path: str = "/v1/completions", **headers: str) -> str:
     """Send one request and read its answer; returns the status, and why the choices ended."""
     connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
     try:
-        connection.request("POST", path, content, {"content-type": "application/json"})
+        connection.request("POST", path, content, {"content-type": "application/json", **headers})
         response = connection.getresponse()
         answer = json.loads(response.read())
     finally:
@@ -54,6 +55,11 @@ def post(port: int, content: bytes, path: str = "/v1/completions") -> str:
 def chat(port: int, content: bytes) -> str:
     """`post` for a chat."""
     return post(port, content, "/v1/chat/completions")
+
+
+def gzipped(port: int, content: bytes) -> str:
+    """`post` of a body that gzip has compressed."""
+    return post(port, content, **{"content-encoding": "gzip"})
 
 
 def text(port: int, content: bytes) -> str:
@@ -103,6 +109,23 @@ def short_pages(number: int) -> Body:
 
 def long_pages(number: int) -> Body:
     return plain(prompt=[page(8 * number + i)["prompt"] for i in range(8)], max_tokens=1)(number)
+
+
+def spaces(megabytes: int) -> Callable[[int], bytes]:
+    """A compressed body with this many MB of spaces after a prompt, in a thousandth of the size."""
+    return lambda _: gzip.compress(b'{"prompt": "a", "max_tokens": 1' + b" " * (megabytes << 20) + b"}")
+
+
+def tools_beside_a_form(number: int) -> Body:
+    """100 functions that nobody has offered before, and a form of the answer."""
+    schema = wide_schema(number)
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}_{i}", "parameters": schema, "strict": not i % 12}}
+        for i in range(100)
+    ]
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    said = [{"role": "user", "content": PROMPT}]
+    return {"messages": said, "tools": tools, "response_format": form, "max_tokens": 200, "timeout": 2}
 
 
 def messages(_: int) -> bytes:
@@ -184,6 +207,7 @@ LOADS: dict[str, Load] = {
     "schema: 45 objects deep": Load(grammar("json", deep_schema), "plain"),
     "schema: new, 8 at a time": Load(grammar("json", wide_schema), "plain x8", clients=8),
     # Clients that leave, and clients that do not read.
+    "tools beside a form": Load(tools_beside_a_form, "plain x8", chat, clients=8, server="tools"),
     "timeout of 0.1 s, n=8": Load(plain(timeout=0.1, n=8), "plain x8"),
     "leave mid-stream": Load(plain(stream=True, max_tokens=900), "plain x8", leave, clients=8),
     "never read": Load(plain(max_tokens=900, logprobs=20, stream=True), "streams x8", ignore, clients=8),
@@ -200,6 +224,8 @@ LOADS: dict[str, Load] = {
     "body: 1M logit_bias": Load(million_biases, "nothing", fixed=True),
     "body: 1M unknown names": Load(million_names, "nothing", fixed=True),
     "body: 4M brackets": Load(lambda n: large(user="[" * 4_000_000)(n), "nothing", fixed=True),
+    "body: 15 MB in 15 kB": Load(spaces(15), "nothing", gzipped, clients=8, fixed=True),
+    "body: 1 GB in 1 MB": Load(spaces(1024), "nothing", gzipped, clients=8, fixed=True),
     "body: byte by byte": Load(lambda _: HEADER + b"content-length: 1000000\r\n\r\n", "nothing", slow_body),
     "300 half-open": Load(lambda _: HEADER, "nothing, few files", half_open, server="few files"),
     "chunks of 1 byte": Load(chunks(1), "nothing", endless, fixed=True),

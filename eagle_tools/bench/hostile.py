@@ -51,10 +51,15 @@ class Kind:
     files: int | None = None
     key: str = ""
     tls: bool = False
+    template: str = ""
 
     def start(self, label: str, stack: ExitStack, flags: Sequence[str]) -> Server:
         """The server, until the end of the stack."""
         options, trusted = list(self.flags), None
+        if self.template:
+            file = Path(stack.enter_context(TemporaryDirectory())) / "template.jinja"
+            file.write_text(self.template)
+            options += ["--chat-template", str(file)]
         if self.tls:
             directory = Path(stack.enter_context(TemporaryDirectory()))
             files = [str(directory / "certificate.pem"), "--ssl-keyfile", str(directory / "key.pem")]
@@ -70,6 +75,7 @@ SERVERS = {
     "default": Kind(),
     "small pool": Kind(("--max-total-tokens", "4096")),
     "few files": Kind(files=256),
+    "tools": Kind(("--tool-call-parser", "hermes"), template="{% if tools %}{% endif %}{{ messages[-1].content }}"),
     "key": Kind(("--api-key", KEY), key=KEY),
     "TLS, few files": Kind(files=256, tls=True),
 }

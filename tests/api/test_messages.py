@@ -159,7 +159,9 @@ async def test_formats_and_choices_are_grammars(client: anthropic.AsyncAnthropic
     schema = {"type": "object", "properties": {}}
     format: Any = {"type": "json_schema", "schema": schema}
     await client.messages.create(**asking("a", output_config={"format": format}))
-    assert engine.requests[-1].sampling.grammar == Grammar(kind="json_schema", source=json.dumps(schema))
+    assert engine.requests[-1].sampling.grammar == Grammar(
+        kind="json_schema", source=json.dumps(schema), param="output_config.format.schema"
+    )
     for choice, has_stop in (({"type": "any"}, True), ({"type": "tool", "name": "get_weather"}, False)):
         await client.messages.create(**asking("a", tools=TOOLS, tool_choice=choice))
         grammar = engine.requests[-1].sampling.grammar
@@ -301,14 +303,6 @@ USER = [{"role": "user", "content": "abc"}]
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name belongs to type tool"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {"type": "any"},
-                "output_config": {"format": {"type": "json_schema", "schema": {}}},
-            },
-            "output_config.format and a tool_choice",
-        ),
         (
             {"tools": [{**TOOLS[0], "input_schema": {"type": "string"}}], "tool_choice": {"type": "any"}},
             "tools.0.input_schema",

@@ -68,7 +68,8 @@ def without_deltas(events: list[Any]) -> list[str]:
 
 async def test_what_codex_sends_without_tools_is_without_effect(http: httpx.AsyncClient) -> None:
     body = {"model": "fake", "input": "hi", "tool_choice": "auto", "parallel_tool_calls": False}
-    for tools in ([], [{"type": "web_search", "external_web_access": False}]):
+    search = {"type": "web_search", "external_web_access": True, "filters": {"allowed_domains": ["a.b"]}}
+    for tools in ([], [{"type": "web_search", "external_web_access": False}], [search]):
         answer = await http.post(PATH, json={**body, "tools": tools})
         assert answer.status_code == 200, answer.text
     assert (await http.post(PATH, json={**body, "tool_choice": "required"})).status_code == 400
@@ -186,10 +187,12 @@ async def test_formats_and_choices_are_grammars(client: openai.AsyncOpenAI, engi
     schema = {"type": "object", "properties": {}}
     format: Any = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     response = await client.responses.create(**asking("a", text={"format": format}))
-    assert engine.requests[-1].sampling.grammar == Grammar(kind="json_schema", source=json.dumps(schema))
+    assert engine.requests[-1].sampling.grammar == Grammar(
+        kind="json_schema", source=json.dumps(schema), param="text.format.schema"
+    )
     assert response.model_dump(exclude_none=True)["text"]["format"]["name"] == "n"
     await client.responses.create(**asking("a", text={"format": {"type": "json_object"}}))
-    assert engine.requests[-1].sampling.grammar == Grammar(kind="json_object")
+    assert engine.requests[-1].sampling.grammar == Grammar(kind="json_object", param="text.format")
     choice: Any = {"type": "function", "name": "get_weather"}
     named = await client.responses.create(**asking("a", tools=TOOLS, tool_choice=choice))
     grammar = engine.requests[-1].sampling.grammar
@@ -287,17 +290,11 @@ def test_what_codex_and_other_agents_add_is_accepted() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"tools": [{"type": "mcp"}]}, "tools", "entry 0 is of type 'mcp'; supported: function, namespace, web_search"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.external_web_access", "required"),
-        ({"tools": [{"type": "web_search", "external_web_access": True}]}, "tools.0.external_web_access", "False"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools.0.tools", "'custom'"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "none of the tools"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
-            "text.format",
-            "exclude each other",
-        ),
         (
             {"tools": [{**TOOLS[0], "parameters": {"type": "string"}}], "tool_choice": "required"},
             "tools.0.parameters",

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from eagle_server.api.connection import while_connected
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.guard.admission import admission_of
-from eagle_server.api.guard.content_coding import decoder_of
+from eagle_server.api.guard.content_coding import Decoder, decoder_of
 from eagle_server.api.schemas.base import Body, JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
@@ -40,6 +40,7 @@ MAX_TEXTS_WAITING = 64  # long ones for /tokenize and /detokenize; the engine's 
 
 # One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = ThreadPoolExecutor(1, "parse")
+_DECODER = ThreadPoolExecutor(1, "decode")
 # Threads of their own, so that no kind of request waits for another's long texts.
 _PREPARER = ThreadPoolExecutor(1, "prepare")
 _MEDIUM_PREPARER = ThreadPoolExecutor(1, "prepare-medium")
@@ -60,9 +61,16 @@ async def read_body(schema: type[B], request: Request) -> B:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large()
-    body = bytearray()
+    body, coding = bytearray(), request.headers.get("content-encoding")
+    decoder = None if coding is None else decoder_of(coding)
     try:
-        await _read(request, body)
+        await _read(request, body, None if decoder else JsonSize())
+        if decoder is not None:
+            decoding = partial(_decoded, decoder, bytes(body))
+            decoded = await while_connected(request.receive, _on_thread(_DECODER, decoding))
+            _held_bytes += len(decoded) - len(body)
+            body = decoded
+            _check_held(len(body))
         if len(body) <= SHORT_BODY:
             return parse(schema, bytes(body))
         return await while_connected(request.receive, _on_thread(_PARSER, partial(parse, schema, bytes(body))))
@@ -70,34 +78,53 @@ async def read_body(schema: type[B], request: Request) -> B:
         _held_bytes -= len(body)
 
 
-async def _read(request: Request, body: bytearray) -> None:
+async def _read(request: Request, body: bytearray, size: JsonSize | None) -> None:
     """Append the request's body to `body`, and count it in `_held_bytes`, even if reading fails."""
     global _held_bytes
-    size, coding, received = JsonSize(), request.headers.get("content-encoding"), 0
-    decoder = None if coding is None else decoder_of(coding)
-    pause = 0
     try:
         async with admission_of(request).body_time(BODY_SECONDS):
             async for chunk in request.stream():
-                received += len(chunk)
-                for piece in (chunk,) if decoder is None else decoder.decode(chunk):
-                    body += piece
-                    _held_bytes += len(piece)
-                    if max(len(body), received) > MAX_BODY_BYTES:
-                        raise _too_large()
-                    if len(body) > SHORT_BODY and _held_bytes > MAX_HELD_BYTES:
-                        raise unavailable("too many large bodies arrive at the same time; try again")
-                    size.add(piece)
-                    pause += len(piece)
-                    if pause > LARGE_BODY:  # one chunk may expand to a large body
-                        pause = await asyncio.sleep(0, 0)
-        if decoder is not None:
-            decoder.finish()
+                body += chunk
+                _held_bytes += len(chunk)
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+                _check_held(len(body))
+                if size is not None:
+                    size.add(chunk)
     except TooManyValues as error:
-        raise bad_request(f"the body has {error}", code="too_many_values") from None
+        raise _too_many(error) from None
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS:g} seconds"
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
+
+
+def _decoded(decoder: Decoder, coded: bytes) -> bytearray:
+    """The decoded body. A short one may be large: each piece lets other threads run.
+
+    Raises:
+        ApiError: it is too large, or not of this coding.
+    """
+    body, size = bytearray(), JsonSize()
+    try:
+        for piece in decoder.decode(coded):
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                raise _too_large()
+            size.add(piece)
+        decoder.finish()
+    except TooManyValues as error:
+        raise _too_many(error) from None
+    return body
+
+
+def _check_held(size: int) -> None:
+    """Raise ApiError if all bodies together are too large for one of this size."""
+    if size > SHORT_BODY and _held_bytes > MAX_HELD_BYTES:
+        raise unavailable("too many large bodies arrive at the same time; try again")
+
+
+def _too_many(error: TooManyValues) -> ApiError:
+    return bad_request(f"the body has {error}", code="too_many_values")
 
 
 async def process(request: Request, body: SamplingBody, function: Callable[[], T]) -> T:

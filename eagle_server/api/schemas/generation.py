@@ -143,9 +143,9 @@ class GenerationBody(SamplingBody):
         if grammar is None:
             return None
         param = self.name("response_format")
-        return replace(
-            grammar, param=f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema"
-        )
+        if grammar.kind == "json_schema":
+            param += ".json_schema.schema" if param == "response_format" else ".schema"
+        return replace(grammar, param=param)
 
     @property
     def candidates(self) -> int:

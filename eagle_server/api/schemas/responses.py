@@ -131,11 +131,11 @@ class NamespaceTool(Copied):
         return [known(tool, FunctionTool) for tool in tools]
 
 
-class WebSearchTool(Part):
-    """Accepted if it may not access the web, as Codex sends it. The model is not told of it."""
+class WebSearchTool(Copied):
+    """Accepted in the form that Codex sends with every request. The model is not told of it, so it never searches."""
 
     type: Literal["web_search"]
-    external_web_access: Literal[False]
+    external_web_access: bool
 
 
 TOOLS: dict[str, type[Part]] = {"function": FunctionTool, "namespace": NamespaceTool, "web_search": WebSearchTool}
