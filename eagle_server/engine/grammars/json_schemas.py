@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-FORMATS = frozenset(
-    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-)  # that llguidance enforces
+from eagle_server.text.tools.grammars import STRING_FORMATS
+
 _NAMED = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )  # map names to schemas
@@ -57,7 +56,7 @@ def simplified(schema: Any) -> Any:
 def _has_no_effect(key: str, value: Any) -> bool:
     match key:
         case "format":
-            return isinstance(value, str) and value not in FORMATS
+            return isinstance(value, str) and value not in STRING_FORMATS
         case "uniqueItems" | "not":
             return value is False
         case "unevaluatedProperties" | "unevaluatedItems" | "propertyNames" | "then" | "else":

@@ -16,6 +16,9 @@ from eagle_server.text.tools.values import types_of
 JSON = "%json "  # before a schema in llguidance's Lark
 MAX_WHITESPACE = 32  # characters between two JSON tokens; without a limit a model may write whitespace forever
 JSON_OPTIONS = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}", "lenient": False, "coerce_one_of": False}
+STRING_FORMATS = frozenset(
+    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+)  # of JSON Schema that llguidance enforces; all others are annotations
 _BREAK, _VALUE_END = "\n", "\n</parameter>\n"
 _NOTES = frozenset({"title", "description", "default", "examples", "type"})
 _OBJECT_KEYWORDS = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
@@ -136,6 +139,11 @@ def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"{rule}: {' '.join(parts)} {_text('</function>')}\n"
 
 
+def _is_note(keyword: str, value: Any) -> bool:
+    """Whether the keyword is a format that is not enforced."""
+    return keyword == "format" and isinstance(value, str) and value not in STRING_FORMATS
+
+
 def _raw_text(rule: str, key: str, schema: Any) -> str:
     """A text without quotes, up to the end of its parameter.
 
@@ -144,7 +152,8 @@ def _raw_text(rule: str, key: str, schema: Any) -> str:
     """
     keywords = schema if isinstance(schema, Mapping) else {}
     parts = [part for name in ("anyOf", "oneOf") for part in _list(keywords.get(name)) if isinstance(part, Mapping)]
-    if unknown := (keywords.keys() - _TEXT_KEYWORDS).union(*(part.keys() - _NOTES for part in parts)):
+    allowed = [(keywords, _TEXT_KEYWORDS), *((part, _NOTES) for part in parts)]
+    if unknown := {name for each, names in allowed for name in each.keys() - names if not _is_note(name, each[name])}:
         raise ValueError(f"has properties.{key} with {min(unknown)}, which cannot be enforced in this model's format")
     if texts := [keywords["const"]] if "const" in keywords else _list(keywords.get("enum")):
         values = [value if isinstance(value, str) else json.dumps(value) for value in texts]

@@ -15,10 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars, Vocabulary
-from eagle_server.engine.grammars.json_schemas import FORMATS
 from eagle_server.request import Grammar, GrammarError
 from eagle_server.text.tools.formats import HERMES
-from eagle_server.text.tools.grammars import call_grammar, json_rule
+from eagle_server.text.tools.grammars import STRING_FORMATS, call_grammar, json_rule
 from tests.support.grammars import VOCAB, json_tokenizer
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "structured-output.md"
@@ -253,11 +252,13 @@ def test_a_documented_keyword_that_allows_everything_is_taken(grammars: Grammars
 
 
 def test_the_formats_that_are_enforced_are_those_that_the_library_knows() -> None:
-    known = {name for name in FORMATS | ANNOTATIONS if not _matcher({"type": "string", "format": name}).is_error()}
-    assert known == FORMATS
+    known = {
+        name for name in STRING_FORMATS | ANNOTATIONS if not _matcher({"type": "string", "format": name}).is_error()
+    }
+    assert known == STRING_FORMATS
     listed = re.search(r"^Enforced formats: (.*)\.", DOCUMENT.read_text(), re.MULTILINE)
     assert listed is not None
-    assert set(re.findall(r"`(.+?)`", listed[1])) == FORMATS
+    assert set(re.findall(r"`(.+?)`", listed[1])) == STRING_FORMATS
 
 
 def _matcher(schema: Any) -> llguidance.LLMatcher:

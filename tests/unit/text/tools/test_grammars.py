@@ -223,6 +223,13 @@ def test_what_a_format_cannot_enforce_is_refused(format: str, name: str, schema:
         call_grammar(FORMATS[format], [(name, schema)], {}, single=True)
 
 
+@pytest.mark.parametrize("format", ["password", "ipv4network", "x-own"])
+def test_a_format_of_a_text_that_is_not_enforced_is_an_annotation(format: str) -> None:
+    text = {"type": "string", "format": format}
+    for schema in (text, {"anyOf": [text, {"type": "null"}]}):
+        assert call_grammar(FORMATS["qwen3_coder"], [("f", {"properties": {"a": schema}})], {}, single=True).source
+
+
 def ones(optional: int, required: int = 0) -> dict[str, Any]:
     """Parameters o0, r0, o1, r1, ...: as many optional and required ones. The value of each is 1."""
     names = sorted(
