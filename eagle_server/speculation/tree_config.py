@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from eagle_server.plan import TreeShape
+
+# Most rows of a captured verify forward, if the flags' tree of one request has fewer. Up to about 256 the target's
+# weights decide its time. Beyond, chains cost less than trees for what they give (docs/design/adaptive-trees.md).
+_TREE_ROWS, _CHAIN_ROWS = 256, 512
 
 
 @dataclass(frozen=True)
@@ -24,23 +31,43 @@ class TreeConfig:
         """Levels of the deepest tree."""
         return max(self.model_steps, self.ngram_steps)
 
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (steps, nodes) of trees that follow the load, the largest first.
+    def shapes(self, widest: int) -> tuple[TreeShape, ...]:
+        """Trees that follow the load where shapes are fixed, the largest first, down to a chain.
 
-        Each has half the steps and nodes of the one before. Static trees and tries have only their own shape.
+        Each is a part of the one before it, so what a lesson has drafted tells all that are smaller. `widest`: the
+        largest topk that the drafter lets a budget choose. If that is 1, each has half the steps and nodes of the one
+        before. Static trees and tries have only their own shape.
         """
-        shapes = [(self.steps, self.nodes)]
-        while shapes[-1][0] > 1 and shapes[-1][1] > 2 and not self.choices and not self.ngram_steps:  # noqa: PLR2004
-            steps, size = shapes[-1]
+        whole = TreeShape(self.steps, self.nodes, self.topk if widest > 1 else 0)
+        if self.choices or self.ngram_steps:
+            return (whole,)
+        return tuple(dict.fromkeys((whole, *(self._narrower() if widest > 1 else self._halves()))))
+
+    def _narrower(self) -> Iterator[TreeShape]:
+        steps = max(1, self.steps - 1)
+        for nodes, topk in ((2, 2), (4, 2), (8, 4)):
+            if (shape := _tree(steps, self.nodes // nodes, self.topk // topk)) is not None:
+                yield shape
+        for length in (steps, self.steps // 2, self.steps // 3):
+            length = max(1, min(length, self.nodes - 1))
+            yield TreeShape(length, length + 1, 1)
+
+    def _halves(self) -> Iterator[TreeShape]:
+        steps, nodes = self.steps, self.nodes
+        while steps > 1 and nodes > 2:  # noqa: PLR2004
             steps = -(-steps // 2)
             pool = self.topk + (steps - 1) * self.topk**2
-            shapes.append((steps, steps + 1 if self.topk == 1 else max(2, min(-(-size // 2), pool + 1))))
-        return tuple(shapes)
+            nodes = steps + 1 if self.topk == 1 else max(2, min(-(-nodes // 2), pool + 1))
+            yield TreeShape(steps, nodes)
 
-    def captured_shapes(self, *, adaptive: bool) -> tuple[tuple[int, int], ...]:
-        """Pairs (steps, nodes) of the cycles that graphs are captured for, the largest first."""
-        return (*self.shapes, (0, 1)) if adaptive else ((self.model_steps, self.nodes),)
+    def captured_shapes(self, requests: int, widest: int, *, adaptive: bool) -> tuple[TreeShape, ...]:
+        """What cycles of this many requests may draft and have graphs for, the largest first, and nothing last."""
+        if not adaptive:
+            return (TreeShape(self.model_steps, self.nodes),)
+        shapes = self.shapes(widest)
+        rows = {shape: _TREE_ROWS if shape.topk > 1 else _CHAIN_ROWS for shape in shapes}
+        fitting = [shape for shape in shapes if requests * shape.nodes <= max(rows[shape], self.nodes)]
+        return (*(fitting or shapes[-1:]), TreeShape(0, 1))
 
     @property
     def num_lookahead_slots(self) -> int:
@@ -53,3 +80,9 @@ class TreeConfig:
         """
         drafting = 0 if self.choices else max((self.model_steps - 1) * self.topk + 1, self.steps + self.model_steps)
         return max(2, drafting, self.nodes, self.ngram_steps + 1 if self.ngram_steps else 0)
+
+
+def _tree(steps: int, nodes: int, topk: int) -> TreeShape | None:
+    """A tree of at most so many nodes; None if it has no more than a chain."""
+    nodes = min(nodes, 1 + topk + (steps - 1) * topk**2)
+    return TreeShape(steps, nodes, topk) if topk > 1 and nodes > steps + 1 else None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from eagle_server.ops.device import upload
-from eagle_server.plan import Decode, SequenceOutput
+from eagle_server.plan import Decode, SequenceOutput, TreeShape
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.worker.ahead import UNUSED, ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
@@ -52,7 +52,7 @@ class TreeDrafting:
         self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
         self._cycles = 0  # how many there were
-        self._lessons: Counter[int] = Counter()  # of each temperature bin
+        self._lessons: Counter[tuple[int, TreeShape]] = Counter()  # of each temperature bin
         self._ended = 0.0  # when the last one ended
 
     def forget(self, released: Sequence[int]) -> None:
@@ -148,10 +148,11 @@ class TreeDrafting:
 
     def _is_lesson(self, decodes: Sequence[Decode]) -> bool:
         """Whether estimates and budget learn from this cycle."""
-        bins = {decode.sampling.temperature_bin for decode in decodes if decode.speculative}
-        lesson = any(self._lessons[temperature_bin] < self.policy.first_lessons for temperature_bin in bins)
+        largest = self.budget.largest(len(decodes))
+        kinds = {(decode.sampling.temperature_bin, largest) for decode in decodes if decode.speculative}
+        lesson = any(self._lessons[kind] < self.policy.first_lessons for kind in kinds)
         lesson = lesson or self._cycles % self.policy.lesson_period == 0
-        self._lessons.update(bins if lesson else ())
+        self._lessons.update(kinds if lesson else ())
         return lesson
 
     def _choose(self, cycle: Cycle) -> CycleBudget:
@@ -224,7 +225,7 @@ class TreeDrafting:
         decodes, host, drafting = cycle.draft_batch.decodes, cycle.host, list(cycle.budget.drafting)
         drafted = slice(len(drafting))  # without padding
         logp, drafted_parents, guesses = (host.array(each)[drafted] for each in ("estimates", "above", "guesses"))
-        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents[:, 1:])
+        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents[:, 1:], cycle.budget.shape)
         if "proposed" in host:
             guesses = np.take_along_axis(guesses, host.array("proposed")[drafting], axis=1)
         nodes, parents, depths, path = (host.array(each)[drafting] for each in ("nodes", "parents", "depths", "path"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,19 +44,21 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
         torch.cuda.synchronize()
 
 
-def measure_costs(worker: Worker, costs: CostModel, largest: TreeShape, most: int, longest: int) -> None:
-    """Fit `costs` to plain cycles and to cycles of the `largest` trees, in about a second.
+def measure_costs(
+    worker: Worker, costs: CostModel, shapes: Mapping[int, Iterable[TreeShape]], most: int, longest: int
+) -> None:
+    """Fit `costs` to plain cycles and to cycles of trees, in about a second.
 
-    Batches have up to `most` requests. Texts are short, but in one batch they have up to `longest` tokens.
+    `shapes`: of the trees, by batch size; beyond the last size as there. Batches have up to `most` requests. Texts are
+    short, but in one batch they have up to `longest` tokens.
     """
     measured = _Measured(worker)
     measured.plain(1)  # the first cycles of a process are slow
     began = time.perf_counter()
     for size in dict.fromkeys(min(wanted, most) for wanted in (1, 8, most, 4, 16, 2, 32)):
         measured.plain(size)
-        measured.drafting(size, largest)
-        if worker.drafter.widest > 1 and not worker.batches.sizes:  # the budget may choose narrower draft steps
-            measured.drafting(size, largest._replace(topk=1))
+        for shape in next((each for end, each in shapes.items() if end >= size), [*shapes.values()][-1]):
+            measured.drafting(size, shape)
         if time.perf_counter() - began > _MEASURING:
             break
     several, length = min(8, most), min(longest, _LONG)

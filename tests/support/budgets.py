@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from eagle_server.engine.engine import Engine
-from eagle_server.plan import Decode
+from eagle_server.plan import Decode, TreeShape
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.budget.prospects import Floats, Ints
 
@@ -32,7 +32,10 @@ class RandomBudget:
         self.drawn.append((sum(able), budget))
         return budget
 
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def largest(self, requests: int) -> TreeShape:
+        return TreeShape(self._steps, self._nodes)
+
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
         assert logp.shape == parents.shape and len(logp) == len(decodes) and logp.size
 
     def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:

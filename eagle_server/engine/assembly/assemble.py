@@ -43,7 +43,7 @@ from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.first_drafts import FirstDrafts
-from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
+from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder, bucket_sizes
 from eagle_server.worker.request_states import RequestStates
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.warm_up import measure_costs, warm_up
@@ -104,7 +104,9 @@ def assemble(
     if ranks is not None:
         send_setup(ranks, config)
     kv = _kv_cache(config, pools, device, events, shared=ranks is not None)
-    attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
+    shapes = _shapes(config, drafter.widest)
+    verified = {shape.nodes for each in shapes.values() for shape in each}
+    attention = backends.make(target, pools[0], verified, config.verify_attention)
     batches = Batches(
         kv.table,
         device,
@@ -115,17 +117,18 @@ def assemble(
         estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
         ranks=ranks,
     )
-    drafting = _drafting(config, draft, drafter, batches, ragged=attention.ragged_trees)
-    captured = max(config.graph_sizes, default=0) * config.tree.nodes
+    fixed = {} if attention.ragged_trees else shapes
+    drafting = _drafting(config, draft, drafter, batches, fixed)
+    captured = max((size * shape.nodes for size in config.graph_sizes for shape in shapes[size]), default=0)
     boundaries = () if draft is None else draft.aux_boundaries
     verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states, boundaries)
     worker = Worker(verifier, drafting, batches, config.acceptance, overlaps=graphs.captures)
     if config.graph_sizes:
-        _capture(worker, graphs, backends, config)
+        _capture(worker, graphs, backends, config, shapes)
     elif on_gpu(target.embed):
-        _compile(worker, config)
+        _compile(worker, config, fixed)
     if drafting.costs is not None:
-        _measure(worker, drafting.costs, config)
+        _measure(worker, drafting.costs, config, fixed)
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     grammars = _grammars(around, target.config)
     return Engine(
@@ -133,26 +136,38 @@ def assemble(
     )
 
 
+Shapes = Mapping[int, Sequence[TreeShape]]  # of trees in cycles of so many requests; empty: any
+
+
+def _shapes(config: EngineConfig, widest: int) -> Shapes:
+    """What cycles may draft, by the sizes of batches, if all trees of a cycle have one shape."""
+    sizes, tree = config.graph_sizes or bucket_sizes(config.max_running_requests), config.tree
+    return {size: tree.captured_shapes(size, widest, adaptive=config.adaptive) for size in sizes}
+
+
 def _drafting(
-    config: EngineConfig, draft: DraftModel | None, drafter: Drafter[Any], batches: Batches, *, ragged: bool
+    config: EngineConfig, draft: DraftModel | None, drafter: Drafter[Any], batches: Batches, shapes: Shapes
 ) -> TreeDrafting:
-    """The drafter under its budget. ragged: requests may have trees of different sizes."""
+    """The drafter under its budget."""
     tree, costs = config.tree, CostModel() if config.adaptive else None
     first_drafts = None if draft is None else FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
     budget: Budget = FixedBudget(tree.model_steps, tree.nodes)
     if costs is not None:
-        shapes = () if ragged else tree.shapes
+        trees = {size: each[:-1] for size, each in shapes.items()}  # but no tree
         sizes = (batches.pad_row + 1, (tree.steps, tree.nodes))
-        budget = AdaptiveBudget(*sizes, costs, drafter.forwards, drafter.widest, shapes, first_drafts=first_drafts)
+        budget = AdaptiveBudget(*sizes, costs, drafter.forwards, drafter.widest, trees, first_drafts=first_drafts)
     extends_ahead = drafter.extends_ahead and tree.steps < tree.num_lookahead_slots
     return TreeDrafting(drafter, batches, budget, costs=costs, extends_ahead=extends_ahead, first_drafts=first_drafts)
 
 
-def _measure(worker: Worker, costs: CostModel, config: EngineConfig) -> None:
+def _measure(worker: Worker, costs: CostModel, config: EngineConfig, shapes: Shapes) -> None:
     """Measure what cycles cost, before the budget weighs it."""
     began, tree = time.perf_counter(), config.tree
     longest = min(config.context_length, config.max_total_tokens, _LONG_TEXT)
-    measure_costs(worker, costs, TreeShape(tree.model_steps, tree.nodes), config.max_running_requests, longest)
+    largest = TreeShape(tree.model_steps, tree.nodes)
+    narrow = (largest._replace(topk=1),) if worker.drafter.widest > 1 else ()
+    trees = {size: list(dict.fromkeys((each[0], each[-2]))) for size, each in shapes.items()} or {1: [largest, *narrow]}
+    measure_costs(worker, costs, trees, config.max_running_requests, longest)
     logger.info(
         "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
         time.perf_counter() - began,
@@ -209,37 +224,38 @@ def _kv_cache(
     return KVCacheManager(allocator, table, radix, poison if config.poison else None)
 
 
-def _verified_sizes(config: EngineConfig) -> set[int]:
-    """The numbers of nodes per request in captured verify forwards."""
-    return {size for _, size in config.tree.captured_shapes(adaptive=config.adaptive)}
-
-
-def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
+def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig, shapes: Shapes) -> None:
     """Size the workspace, then capture every graph that serving will use."""
     lengths = (2, config.context_length)  # attention to trees may be computed differently over long texts
-    largest = TreeShape(config.tree.model_steps, config.tree.nodes)
     with graphs.paused():
         # The largest batch too: it may be larger than the graphs, and the workspace cannot grow after the capture.
-        warm_up(worker, largest, sorted({*config.graph_sizes, config.max_running_requests}), lengths)
+        for size in sorted({*config.graph_sizes, config.max_running_requests}):
+            warm_up(worker, shapes.get(size, shapes[config.graph_sizes[-1]])[0], [size], lengths)
     backends.freeze()
-    for shape in config.tree.captured_shapes(adaptive=config.adaptive):
-        sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
-        warm_up(worker, TreeShape(*shape), sizes, lengths)
+    every = {shape: [size for size in config.graph_sizes[::-1] if shape in shapes[size]] for shape in _all(shapes)}
+    with tqdm(total=sum(map(len, every.values())), desc="capture graphs", unit="batch", disable=None) as bar:
+        for shape, sizes in every.items():
+            warm_up(worker, shape, sizes, lengths)
+            bar.update(len(sizes))
 
 
-def _compile(worker: Worker, config: EngineConfig) -> None:
+def _all(shapes: Shapes) -> list[TreeShape]:
+    return list(dict.fromkeys(shape for each in shapes.values() for shape in each))
+
+
+def _compile(worker: Worker, config: EngineConfig, allowed: Shapes) -> None:
     """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler."""
     tree, sizes = config.tree, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
-    shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
-    shapes |= {(steps, tree.nodes) for steps in range(1, tree.steps)}  # near a request's end
+    shapes = {*_all(allowed), TreeShape(tree.model_steps, tree.nodes), TreeShape(0, 1)}
+    shapes |= {TreeShape(steps, tree.nodes) for steps in range(1, tree.steps)}  # near a request's end
     lengths: tuple[int, ...] = (2,)
     if not worker.verifier.attention.ragged_trees:
         lengths = (2, config.context_length)  # as in `_capture`
     elif config.adaptive:  # trees of any size, and kernels are compiled for powers of two
-        shapes |= {(tree.steps, 1 << power) for power in range(1, tree.nodes.bit_length())}
-        shapes |= {(steps, 2) for steps in range(1, tree.steps)}
+        shapes |= {TreeShape(tree.steps, 1 << power) for power in range(1, tree.nodes.bit_length())}
+        shapes |= {TreeShape(steps, 2) for steps in range(1, tree.steps)}
     for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
-        warm_up(worker, TreeShape(*shape), sizes, lengths)
+        warm_up(worker, shape, sizes, lengths)
 
 
 def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:

@@ -166,12 +166,15 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
     reads.
     """
     hidden = model.hidden_size * model.dtype.itemsize
-    logits = max(sizes, default=0) * tree.nodes * model.vocab_size * 4
     extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
-    per_request = 0
-    for steps, nodes in tree.captured_shapes(adaptive=adaptive):
-        per_request += nodes * (max(1, streams) * hidden + 24) + (8 * tree.topk**2 * steps + extend if steps else 0)
-    return logits + 2 * sum(sizes) * per_request
+    rows, kept = 0, 0
+    for size in sizes:
+        kept += size * extend
+        for steps, nodes, topk in tree.captured_shapes(size, tree.topk, adaptive=adaptive):
+            rows = max(rows, size * nodes)
+            scores = 8 * (topk or tree.topk) ** 2 * steps
+            kept += size * (nodes * (max(1, streams) * hidden + 24) + scores)
+    return 4 * rows * model.vocab_size + 2 * kept
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:

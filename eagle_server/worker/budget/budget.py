@@ -13,13 +13,14 @@ No text depends on a budget, because no draw depends on a tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 
-from eagle_server.plan import Decode
+from eagle_server.plan import Decode, TreeShape
 from eagle_server.request import SpeculationState
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
@@ -44,6 +45,10 @@ class CycleBudget:
     topk: int = 0
     least_logp: float = -math.inf
 
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.steps, self.nodes, self.topk)
+
 
 NOTHING = CycleBudget((), 0, 1)
 
@@ -55,8 +60,12 @@ class Budget(Protocol):
         """The budget of a cycle. `able`: which decodes may draft at all. A lesson has the largest trees."""
         ...
 
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
-        """These requests have drafted trees in a lesson, n >= 1 nodes each.
+    def largest(self, requests: int) -> TreeShape:
+        """The largest trees that so many requests may draft: those of a lesson."""
+        ...
+
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
+        """These requests have drafted trees of this shape in a lesson, n >= 1 nodes each.
 
         logp [requests, n]: the log chances of the nodes' paths, -inf for padding. parents [requests, n]: node numbers,
         0 for the root.
@@ -88,7 +97,10 @@ class FixedBudget:
         drafting = tuple(i for i, each in enumerate(able) if each)
         return CycleBudget(drafting, self.steps, self.nodes, self.topk)
 
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def largest(self, requests: int) -> TreeShape:
+        return TreeShape(self.steps, self.nodes, self.topk)
+
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
         return None
 
     def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
@@ -156,10 +168,10 @@ class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
     `forwards(steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend,
-    and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`: pairs
-    (steps, nodes), if all trees of a cycle must have one of these, as with CUDA graphs; then all requests draft, or
-    none, and the width is the flags'. (): any shapes. `first_drafts`: while they are not judged, greedy requests draft
-    in lessons, whatever is expected.
+    and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`, if all
+    trees of a cycle must have one shape, as with CUDA graphs: those that so many requests may have, the largest first,
+    by the sizes of batches. Then all requests draft, or none. Empty: any shapes. `first_drafts`: while they are not
+    judged, greedy requests draft in lessons, whatever is expected.
     """
 
     def __init__(
@@ -169,28 +181,30 @@ class AdaptiveBudget:
         costs: CostModel,
         forwards: Callable[[int], int],
         widest: int = 1,
-        shapes: Sequence[tuple[int, int]] = (),
+        shapes: Mapping[int, Sequence[TreeShape]] = MappingProxyType({}),
         policy: BudgetPolicy = POLICY,
         first_drafts: FirstDrafts | None = None,
     ) -> None:
         self.first_drafts = first_drafts
-        self.costs, self.shapes, self.policy = costs, tuple(shapes), policy
+        self.costs, self.shapes, self.policy = costs, dict(sorted(shapes.items())), policy
         (self.steps, self.nodes), self.widest = largest, widest
         widths = sorted({1 << power for power in range(widest.bit_length())} | {widest})
-        options = [(steps, 0, size) for steps, size in shapes] or [
-            (steps, width, self.nodes) for steps in range(1, self.steps + 1) for width in widths
+        ladder = list(dict.fromkeys(shape for each in self.shapes.values() for shape in each))
+        options = ladder or [
+            TreeShape(steps, self.nodes, width) for steps in range(1, self.steps + 1) for width in widths
         ]
         self.prospects = Prospects(requests, options, np.array([-math.inf]) if shapes else _LEAST_LOGP, policy)
         # Of the options, each [options, 1].
-        self._steps, topk, self._sizes = np.array(options, dtype=float).T[:, :, None]
+        self._steps, self._sizes, topk = np.array(options, dtype=float).T[:, :, None]
         self._fed = np.where(topk > 0, topk, widest)
-        self._forwards = np.array([[float(forwards(steps))] for steps, _, _ in options])
-        self._option = {(steps, topk): number for number, (steps, topk, _) in enumerate(options)}
+        self._forwards = np.array([[float(forwards(shape.steps))] for shape in options])
+        self._option = {shape: number for number, shape in enumerate(options)}
         self._cycle, self._credit = 0, 0.0
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
         self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
-        # Of the newest cycle: round(2 log2(requests)), round(2 * share sampled), mean levels that a request may keep.
+        # Of the newest cycle: size of the batch or round(2 log2(requests)), round(2 * share sampled), and the mean of
+        # the levels that a request may keep.
         self._load = (0, 0, 0)
         self._measured = self._speed(0), self._speed(0)  # for its load, with drafts and plain
         self._follows = True  # whether the newest cycle does what was chosen: it is no lesson
@@ -206,7 +220,8 @@ class AdaptiveBudget:
         # What each may keep: one token is drawn without any level.
         most_steps = [min(decodes[number].tokens_left - 1, self.steps) for number in candidates]
         reach = round(sum(most_steps) / len(most_steps)) if most_steps else 0
-        self._load = round(2 * math.log2(requests)), sampled, reach
+        bucket = next((size for size in self.shapes if size >= requests), round(2 * math.log2(requests)))
+        self._load = bucket, sampled, reach
         measured, plain = self._measured = self._speed(*self._load), self._speed(*self._load[:2])
         if not candidates:
             return NOTHING
@@ -228,7 +243,8 @@ class AdaptiveBudget:
         if not lesson:
             return CycleBudget(tuple(wanted), choice.steps, choice.nodes, choice.topk, choice.least_logp)
         # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
-        new = [n for n in candidates if self.prospects.trees(decodes[n]) < self.policy.first_lessons]
+        largest, first = self.largest(requests), self.policy.first_lessons
+        new = [n for n in candidates if self.prospects.trees(decodes[n], largest) < first]
         others = [(self.prospects.last[row], n) for n, row in zip(candidates, rows, strict=True) if n not in wanted]
         if self.first_drafts is not None and self.first_drafts.is_open and not wanted and not new:
             new = [n for _, n in others if decodes[n].sampling.params.temperature == 0]
@@ -236,9 +252,15 @@ class AdaptiveBudget:
         if self._probes:  # the request whose last draft is the oldest drafts once, to measure it
             new = [min(others)[1]]
         wanted = sorted({*wanted, *new})
-        steps, size = self.shapes[0] if self.shapes else (self.steps, self.nodes)
         least_logp = choice.least_logp if choice.steps or self.shapes else math.log(self.policy.probe_chance)
-        return CycleBudget(tuple(wanted), steps, size, 0, least_logp)
+        return CycleBudget(tuple(wanted), largest.steps, largest.nodes, largest.topk, least_logp)
+
+    def _allowed(self, requests: int) -> Sequence[TreeShape]:
+        """The shapes that so many requests may have, the largest first; (): any."""
+        return next((each for size, each in self.shapes.items() if size >= requests), (*self.shapes.values(), ())[-1])
+
+    def largest(self, requests: int) -> TreeShape:
+        return next(iter(self._allowed(requests)), TreeShape(self.steps, self.nodes))
 
     def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         if not has_drafted:
@@ -265,8 +287,8 @@ class AdaptiveBudget:
             speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.period)
         return speed
 
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
-        self.prospects.add(decodes, logp, parents, self._cycle)
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
+        self.prospects.add(decodes, logp, parents, self._cycle, shape)
 
     def forget(self, req_pool_index: int) -> None:
         self.prospects.forget(req_pool_index)
@@ -300,7 +322,7 @@ class AdaptiveBudget:
         plain = requests / (costs.speed * costs.verify.at(requests, kv) + costs.between)
         # An option has no more levels than a request may keep.
         places = [
-            [self._option.get((min(steps, most), topk), n) for n, (steps, topk, _) in enumerate(seen.options)]
+            [self._option.get(shape._replace(steps=min(shape.steps, most)), n) for n, shape in enumerate(seen.options)]
             for most in most_steps
         ]
         of = np.array(rows)[:, None], np.array(places)
@@ -309,13 +331,15 @@ class AdaptiveBudget:
         if self.shapes:  # all requests verify as many rows, whether they draft or not
             nodes, drafting = requests * (self._sizes - 1), np.array([float(len(rows))])
         rates = tokens / self._seconds(requests, nodes, drafting, kv)
+        if allowed := self._allowed(requests):
+            rates[[shape not in allowed for shape in seen.options]] = 0.0
         option, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
-        steps, topk, size = seen.options[option]
+        shape = seen.options[option]
         choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
         if choice.rate <= plain:
             return choice
         least_logp = float(seen.least_logp[place])
-        return replace(choice, steps=steps, nodes=size, topk=topk, least_logp=least_logp)
+        return replace(choice, steps=shape.steps, nodes=shape.nodes, topk=shape.topk, least_logp=least_logp)
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.plan import TEMPERATURE_BINS, Decode
+from eagle_server.plan import TEMPERATURE_BINS, Decode, TreeShape
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Option = tuple[int, int, int]  # steps, topk (0: any), nodes at most
 
 
 class Prospects:
     """Exponential moving averages over lessons, by option and by least chance of a node that is verified.
+
+    An option is a shape of trees. A lesson whose trees have a smaller shape says nothing of it.
 
     `tokens` [rows, options, chances]: the sum of the verified nodes' chances. `nodes`: how many these are. `drafts`
     [rows, chances]: how often there is any. `best` [rows]: the best node's chance. `last` [rows]: the cycle of the
@@ -26,19 +27,19 @@ class Prospects:
     """
 
     def __init__(
-        self, requests: int, options: Sequence[Option], least_logp: Floats, policy: BudgetPolicy = POLICY
+        self, requests: int, options: Sequence[TreeShape], least_logp: Floats, policy: BudgetPolicy = POLICY
     ) -> None:
         self.options, self.least_logp, self.lessons = tuple(options), least_logp, 0
         self._policy, self._requests = policy, requests
-        self._steps, self._widths, self._most = np.array(options, dtype=float).T[:, :, None]
+        self._steps, self._most, self._widths = np.array(options, dtype=float).T[:, :, None]
         self._widths = np.where(self._widths > 0, self._widths, np.inf)
-        chain = np.arange(1, max(steps for steps, _, _ in options) + 1)
-        prior = self._of(chain[None] * np.log(policy.first_chance), chain[None] - 1)
+        chain = np.arange(1, max(steps for steps, *_ in options) + 1)
+        prior = self.evaluate(chain[None] * np.log(policy.first_chance), chain[None] - 1)
         rows = requests + TEMPERATURE_BINS
         self.tokens, self.nodes, self.drafts = (np.tile(each, (rows,) + (1,) * (each.ndim - 1)) for each in prior[:3])
         self.best: list[float] = [policy.first_chance] * rows
         self.last: list[int] = [0] * rows
-        self._counts = [0] * rows
+        self._counts, self._last = np.zeros((2, rows, len(self.options)))
         self._known = [False] * rows
 
     def rows(self, decodes: Sequence[Decode]) -> list[int]:
@@ -50,44 +51,52 @@ class Prospects:
             for decode in decodes
         ]
 
-    def trees(self, decode: Decode) -> int:
-        """How many lessons its temperature bin has had."""
-        return self._counts[self._requests + decode.sampling.temperature_bin]
+    def trees(self, decode: Decode, shape: TreeShape) -> int:
+        """How many lessons of this shape its temperature bin has had, or of larger ones."""
+        return int(self._counts[self._requests + decode.sampling.temperature_bin, self._told_by(shape)].min())
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
         self._known[req_pool_index] = False
 
-    def add(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, cycle: int) -> None:
-        """Each request has drafted a tree, [requests, any number of nodes], parents before children."""
-        seen = self._of(np.nan_to_num(logp, nan=-np.inf, neginf=-np.inf), parents)
+    def _told_by(self, shape: TreeShape) -> NDArray[np.bool_]:
+        """The options that are parts of this shape, [options]."""
+        widest = shape.topk or math.inf
+        told: NDArray[np.bool_] = (self._steps <= shape.steps) & (self._most <= shape.nodes) & (self._widths <= widest)
+        return told[:, 0]
+
+    def add(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, cycle: int, shape: TreeShape) -> None:
+        """Each request has drafted a tree of this shape, [requests, nodes], parents before children."""
+        told = self._told_by(shape)
+        seen = self.evaluate(np.nan_to_num(logp, nan=-np.inf, neginf=-np.inf), parents)
         bins = [self._requests + decode.sampling.temperature_bin for decode in decodes]
         for shared in set(bins):
             own = [n for n, each in enumerate(bins) if each == shared]
-            self._move(shared, [each[own].mean(axis=0) for each in seen], cycle)
+            self._move(shared, [each[own].mean(axis=0) for each in seen], cycle, told)
         for n, decode in enumerate(decodes):
             row = decode.req_pool_index
             if not self._known[row]:
                 self._known[row], shared = True, bins[n]
                 self.best[row], self.last[row] = self.best[shared], self.last[shared]
-                self._counts[row] = self._counts[shared]
-                for array in (self.tokens, self.nodes, self.drafts):
+                for array in (self.tokens, self.nodes, self.drafts, self._counts, self._last):
                     array[row] = array[shared]
-            self._move(row, [each[n] for each in seen], cycle)
+            self._move(row, [each[n] for each in seen], cycle, told)
         self.lessons += 1
 
-    def _move(self, row: int, seen: Sequence[Floats], cycle: int) -> None:
-        """Let a new tree count for the cycles since the last one."""
-        self._counts[row] += 1
-        weight = max(1 / (self._counts[row] + 1), -math.expm1((self.last[row] - cycle) / self._policy.forgetting))
-        self.last[row] = cycle
+    def _move(self, row: int, seen: Sequence[Floats], cycle: int, told: NDArray[np.bool_]) -> None:
+        """Let a new tree count for the cycles since the last one, in the options that it tells of."""
+        self._counts[row, told] += 1
+        passed = -np.expm1((self._last[row] - cycle) / self._policy.forgetting)
+        weights = np.where(told, np.maximum(1 / (self._counts[row] + 1), passed), 0.0)
+        self.last[row], self._last[row, told] = cycle, cycle
         tokens, nodes, drafts, best = seen
-        self.tokens[row] += weight * (tokens - self.tokens[row])
-        self.nodes[row] += weight * (nodes - self.nodes[row])
+        self.tokens[row] += weights[:, None] * (tokens - self.tokens[row])
+        self.nodes[row] += weights[:, None] * (nodes - self.nodes[row])
+        weight = weights[told].min(initial=1.0)
         self.drafts[row] += weight * (drafts - self.drafts[row])
         self.best[row] += weight * (float(best) - self.best[row])
 
-    def _of(self, logp: Floats, parents: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+    def evaluate(self, logp: Floats, parents: Ints) -> tuple[Floats, Floats, Floats, Floats]:
         """Tokens, nodes, drafts and the best chance of trees [requests, n]."""
         depths, widths = shapes(logp, parents)
         order = np.argsort(-logp, axis=1, kind="stable")

@@ -58,7 +58,7 @@ class BlockDrafter(RowDrafter):
     head: BlockHead
 
     def __init__(self, head: BlockHead, setup: DrafterSetup) -> None:
-        rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, _ in setup.tree.shapes}
+        rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, *_ in setup.tree.shapes(1)}
         edge, edges = None if head.edges is None else head.edge, head.block.edges
         candidates = CANDIDATES if edges is not None and edges.kind == "selector" else 0
         super().__init__(head, setup, rows, edge, candidates)

@@ -52,8 +52,9 @@ class EagleDrafter:
         self._states = None if head.num_layers == 1 else RowStates(head, *rows, setup.device)
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
-        """Rows per request of draft-extend and of a draft step."""
-        return setup.tree.steps + 1, setup.tree.topk
+        """Rows per request of draft-extend and of draft steps."""
+        tree = setup.tree
+        return tree.steps + 1, *{shape.topk or tree.topk for shape in tree.shapes(tree.topk)}
 
     def forget(self, req_pool_index: int) -> None:
         """The next request overwrites the KV."""
@@ -97,10 +98,8 @@ class EagleDrafter:
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """`steps` - 1 forwards over the best nodes. Draft-extend has already found the first level."""
         lens, steps, topk = batch.seq_lens_host, range(batch.steps - 1), batch.topk or self.topk
-        if topk < self.topk:
-            draft = draft.narrowed(self._windows[topk])
         if self._native is not None and batch.ranking.is_plain:
-            return self._propose_native(self._native, draft, batch)
+            return self._propose_native(self._native, self._narrowed(draft, topk), batch)
         if self.per_node:
             layouts = [draft_decode_layout(lens, step, topk) for step in steps]
         else:
@@ -110,7 +109,7 @@ class EagleDrafter:
         keys = tuple(plan.graph_key for plan in distinct.values())
         shape = (batch.steps, batch.nodes, topk)
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys, shape)
-        function = partial(self._propose, plans, layouts, batch.nodes)
+        function = partial(self._propose, plans, layouts, batch.nodes, topk)
         first = replace(draft, normed=None)
         return self.graphs.run(key, function, first, batch.verified_id, batch.requests, batch.ranking)
 
@@ -165,12 +164,14 @@ class EagleDrafter:
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
         nodes: int,
+        topk: int,
         draft: EagleDraftInput,
         verified_id: Tensor,
         requests: PagedRequests,
         ranking: DraftRanking,
     ) -> Tree:
-        seq_lens, guesses, topk = requests.seq_lens, draft.topk_logp, draft.topk_index.shape[1]
+        draft = self._narrowed(draft, topk)
+        seq_lens, guesses = requests.seq_lens, draft.topk_logp
         draft = replace(draft, topk_logp=ranking.chances(guesses))
         levels, expanded = [Children(draft.topk_index, draft.topk_logp, guesses)], list[Tensor]()
         window = (self.steps - 1) * topk
@@ -197,6 +198,9 @@ class EagleDrafter:
                 expanded.append(chosen)
         tree = organize_draft_results(verified_id, seq_lens, levels, expanded, nodes)
         return ranking.without_refused(tree)
+
+    def _narrowed(self, draft: EagleDraftInput, topk: int) -> EagleDraftInput:
+        return draft if topk == self.topk else draft.narrowed(self._windows[topk])
 
     def _clear(self, slots: Tensor) -> None:
         """Each step reads the slots of later steps, masked. Freed KV that stands there must not be NaN.

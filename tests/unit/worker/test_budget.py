@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_server.plan import Decode, RequestSampling
+from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget.budget import NOTHING, AdaptiveBudget, CycleBudget
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
@@ -39,7 +39,8 @@ def draft(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, ch
     depths = np.arange(1, chosen.steps + 1)
     if chosen.drafting:
         logp = np.stack([depths * math.log(chances[number]) for number in chosen.drafting])
-        budget.saw_trees([decodes[number] for number in chosen.drafting], logp, np.tile(depths - 1, (len(logp), 1)))
+        drafted = [decodes[number] for number in chosen.drafting]
+        budget.saw_trees(drafted, logp, np.tile(depths - 1, (len(logp), 1)), chosen.shape)
 
 
 def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 60) -> list[CycleBudget]:
@@ -148,12 +149,13 @@ def test_requests_that_must_not_draft_do_not() -> None:
 
 
 def test_graphs_have_a_ladder_of_shapes() -> None:
-    shapes = ((5, 8), (3, 4), (2, 2))
+    ladder = TreeShape(5, 8), TreeShape(3, 4), TreeShape(2, 2)
+    shapes = {1: ladder, 8: ladder}
     few = settled(adaptive(costs(1e-5), shapes=shapes), [decode(0)], 0.9)[-1]
     assert (few.steps, few.nodes) == (5, 8)
     assert few.least_logp == -math.inf
     some = settled(adaptive(costs(6e-4), shapes=shapes), [decode(i) for i in range(8)], 0.75)[-1]
-    assert (some.steps, some.nodes) in shapes[1:]
+    assert some.shape in ladder[1:]
     assert len(some.drafting) == 8
     assert len(settled(adaptive(costs(2e-3), shapes=shapes), [decode(i) for i in range(8)], 0.2)[-1].drafting) <= 1
 
@@ -249,7 +251,7 @@ def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     chances = np.log(np.array([[0.6, second, 0.36, 0.6 * second, 0.6 * second, second**2, 0.001]]))
     for _ in range(40):
         assert budget.choose(decodes, [True], lesson=True).topk == 0, "a lesson has all nodes"
-        budget.saw_trees(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]))
+        budget.saw_trees(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]), budget.largest(1))
     for _ in range(POLICY.plain_cycles):
         budget.took(1, has_drafted=False, tokens=1, seconds=1e-2)
     chosen = budget.choose(decodes, [True])

@@ -1,0 +1,214 @@
+"""python -m eagle_tools.bench.budget: the shape that the budget chooses, against the best one, over measured costs.
+
+Nothing is served. Trees grow as the head's do, over contexts that are easy or hard; each node's estimate is its chance.
+Cycles take what the cost curves say. The best shape is known from many trees: of all steps, topk and nodes with fixed
+shapes, of all steps, topk and least chances without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from eagle_server.plan import Decode, RequestSampling, TreeShape
+from eagle_server.request import SamplingParams
+from eagle_server.speculation.tree_config import TreeConfig
+from eagle_server.worker.budget.budget import AdaptiveBudget
+from eagle_server.worker.budget.cost_model import CostModel, draft_steps
+from eagle_server.worker.budget.policy import POLICY
+from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
+from eagle_server.worker.graphs import bucket_sizes
+from eagle_tools.bench.report import write_json
+from eagle_tools.bench.rich_output import Console, Table, track
+
+TREE = TreeConfig(6, 8, 64)
+BATCHES = (1, 4, 8, 16, 32, 64)
+TREES = 160  # of which the best shape is known
+SETTLING, CYCLES = 192, 128
+OTHER = 8  # fewer requests come after many, others after one
+_EASY, _HARD = (0.93, 0.05), (0.47, 0.37)  # chances of the first child, and of all others together
+_OTHERS = np.array([0.42, 0.20, 0.12, 0.09, 0.07, 0.05, 0.05])  # how the others share theirs
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds by rows, see `CostModel`. `fixed`: all trees of a cycle have one shape, as with CUDA graphs."""
+
+    verify: Mapping[int, float]
+    extend: Mapping[int, float]
+    step: Mapping[int, float]
+    between: float
+    fixed: bool = True
+
+    def costs(self) -> CostModel:
+        """The curves, exact from the start."""
+        model = CostModel(between=self.between / 1e3)
+        for curve, points in ((model.verify, self.verify), (model.extend, self.extend), (model.step, self.step)):
+            curve.fit({rows: ms / 1e3 for rows, ms in points.items()})
+        return model
+
+
+MACHINES = {
+    # Measured with an 8B model in bf16, see docs/gpu.md. What a cycle with drafts costs the host is in `extend`.
+    "H100": Machine(
+        {1: 6.55, 8: 7.1, 64: 7.9, 128: 8.7, 256: 10.3, 512: 13.7, 1024: 24, 2048: 44, 4096: 91},
+        {7: 1.6, 224: 2.5, 448: 3.6},
+        {1: 0.33, 8: 0.365, 64: 0.55, 256: 1.0, 512: 1.6},
+        between=0.2,
+    ),
+    # Not measured: the H100's, where the weights' bytes decide 0.7 of it, where products do the same.
+    "H200": Machine(
+        {1: 4.6, 8: 5.0, 64: 5.7, 128: 6.9, 256: 9.6, 512: 13.4, 1024: 23.8, 2048: 44, 4096: 91},
+        {7: 1.5, 224: 2.3, 448: 3.4},
+        {1: 0.24, 8: 0.26, 64: 0.42, 256: 0.92, 512: 1.55},
+        between=0.2,
+    ),
+    # Measured with the demo on 2 cores.
+    "CPU": Machine(
+        {1: 0.9, 2: 1.1, 4: 1.35, 8: 2.2, 16: 3.6, 32: 6.2, 64: 11.2, 128: 21},
+        {1: 0.35, 8: 0.6, 64: 2.4},
+        {1: 0.075, 4: 0.12, 8: 0.2, 32: 0.7, 64: 1.5},
+        between=0.1,
+        fixed=False,
+    ),
+}
+HEADS = {"strong": (0.84, 0.74), "usual": (0.75, 0.60), "weak": (0.65, 0.50)}  # first child's chance by depth: 1, 6
+
+
+def grown(chance: np.random.Generator, head: tuple[float, float], shape: TreeShape, count: int) -> tuple[Floats, Ints]:
+    """Trees of `count` requests, best nodes first: log chances of paths, and parents [count, nodes - 1]."""
+    steps, nodes, topk = shape
+    paths, fed = np.zeros((count, 1)), np.zeros((count, 1), dtype=np.int64)
+    pool, parents = list[Floats](), list[Ints]()
+    made = 0
+    for depth in range(steps):
+        logp = (paths[:, :, None] + np.log(_children(chance, head, depth, paths.shape, topk))).reshape(count, -1)
+        pool.append(logp)
+        parents.append(np.repeat(fed, topk, axis=1))
+        best = np.argsort(-logp, axis=1, kind="stable")[:, :topk]
+        paths, fed = np.take_along_axis(logp, best, axis=1), best + made + 1
+        made += logp.shape[1]
+    logp, above = np.concatenate(pool, axis=1), np.concatenate(parents, axis=1)
+    kept = np.argsort(-logp, axis=1, kind="stable")[:, : nodes - 1]
+    place = np.zeros((count, made + 1), dtype=np.int64)
+    np.put_along_axis(place, kept + 1, np.arange(1, kept.shape[1] + 1)[None], axis=1)
+    above = np.take_along_axis(place, np.take_along_axis(above, kept, axis=1), axis=1)
+    return np.take_along_axis(logp, kept, axis=1), above
+
+
+def _children(
+    chance: np.random.Generator, head: tuple[float, float], depth: int, shape: tuple[int, ...], topk: int
+) -> Floats:
+    """Chances of each node's children, given that it is accepted, [*shape, topk]."""
+    first = head[0] + (head[1] - head[0]) * min(depth, 5) / 5
+    easy = (chance.random(shape) < (first - _HARD[0]) / (_EASY[0] - _HARD[0]))[..., None]
+    return np.concatenate([np.where(easy, _EASY[0], _HARD[0]), np.where(easy, _EASY[1], _HARD[1]) * _OTHERS], axis=-1)[
+        ..., :topk
+    ]
+
+
+class World:
+    """Requests of one head on one machine. All numbers of trees are means over many."""
+
+    def __init__(self, machine: Machine, head: tuple[float, float], seed: int = 0) -> None:
+        self.fixed, self.head, self.costs = machine.fixed, head, machine.costs()
+        self.chance = np.random.default_rng(seed)
+        widths, levels = (1, 2, 3, 4, 6, 8), range(1, TREE.steps + 1)
+        sizes = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64) if machine.fixed else (TREE.nodes,)
+        shapes = (TreeShape(*each) for each in product(levels, sizes, widths))
+        self.options = [each for each in shapes if not machine.fixed or each.steps < each.nodes <= 1 + _pool(each)]
+        self.least = np.array([-math.inf]) if machine.fixed else np.log(np.linspace(0.95, 0.005, 24))
+        whole = TreeShape(TREE.steps, 1 + TREE.nodes * TREE.topk, TREE.topk)
+        known = Prospects(1, [TreeShape(0, 1), *self.options], self.least)
+        found = known.evaluate(*grown(self.chance, head, whole, TREES))
+        self._tokens, self._nodes = (each.mean(axis=0)[1:] for each in found[:2])  # [options, least chances]
+
+    def cycle(self, requests: int, shape: TreeShape, least_logp: float = -math.inf) -> tuple[float, float]:
+        """Tokens and seconds of a cycle with such trees, or without if they have no steps."""
+        if not shape.steps:
+            return requests, self.costs.verify.at(requests) + self.costs.between
+        option, place = self.options.index(shape), int(np.abs(np.exp(self.least) - math.exp(least_logp)).argmin())
+        nodes = shape.nodes - 1 if self.fixed else self._nodes[option, place]
+        extended = 1 + min(shape.steps, 1.5 + 0.5 * math.log2(requests))
+        seconds = self.costs.verify.at(requests * (1 + nodes)) + self.costs.extend.at(requests * extended)
+        seconds += float(draft_steps(shape.steps - 1)) * self.costs.step.at(requests * shape.topk)
+        return requests * (1 + float(self._tokens[option, place])), seconds + self.costs.between
+
+    def best(self, requests: int) -> float:
+        """Tokens per second with the best of all trees, or without."""
+        cycles = (self.cycle(requests, *each) for each in product([TreeShape(0, 1), *self.options], self.least))
+        return max(tokens / seconds for tokens, seconds in cycles)
+
+
+def _pool(shape: TreeShape) -> int:
+    """Nodes that are drafted."""
+    return shape.topk + (shape.steps - 1) * shape.topk**2
+
+
+def chosen(world: World, requests: int, before: int = 0) -> tuple[float, float]:
+    """Speeds under a budget as parts of the best speed: of what it chooses, and with its lessons and plain cycles.
+
+    `before`: the number of requests until then, if it was another one.
+    """
+    shapes: dict[int, Sequence[TreeShape]] = {}
+    if world.fixed:
+        sizes = bucket_sizes(max(BATCHES))
+        shapes = {each: TREE.captured_shapes(each, TREE.topk, adaptive=True)[:-1] for each in sizes}
+    largest = (TREE.steps, TREE.nodes)
+    budget = AdaptiveBudget(max(BATCHES), largest, world.costs, lambda steps: steps - 1, TREE.topk, shapes)
+    params = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0)
+    every = [Decode(n, 100, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
+    lessons, choices, tokens, seconds = Counter[TreeShape](), list[float](), 0.0, 0.0
+    for cycle in range(-SETTLING, CYCLES):
+        decodes = every[: before if before and cycle < 0 else requests]
+        largest_now = budget.largest(len(decodes))
+        lesson = lessons[largest_now] < POLICY.first_lessons or cycle % POLICY.lesson_period == 0
+        lessons[largest_now] += lesson
+        made = budget.choose(decodes, [True] * len(decodes), lesson=lesson)
+        shape = TreeShape(made.steps, made.nodes, made.topk or TREE.topk) if made.drafting else TreeShape(0, 1)
+        if lesson and made.drafting:
+            drafting = [decodes[n] for n in made.drafting]
+            budget.saw_trees(drafting, *grown(world.chance, world.head, shape, len(drafting)), made.shape)
+        kept, took = world.cycle(len(decodes), shape, made.least_logp)
+        budget.took(len(decodes), has_drafted=bool(made.drafting), tokens=round(kept), seconds=took)
+        if cycle >= 0:
+            tokens, seconds = tokens + kept, seconds + took
+            is_measured = not made.drafting and budget.state().steps  # plain decoding, beside a choice to draft
+            choices += [] if lesson or is_measured else [kept / took]
+    best = world.best(requests)
+    return float(np.mean(choices)) / best, tokens / seconds / best
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table, then the least of its numbers."""
+    parser = argparse.ArgumentParser(prog="python -m eagle_tools.bench.budget", description=__doc__)
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
+    parser.add_argument("--out", type=Path, help="folder for JSON")
+    args = parser.parse_args(arguments)
+    console, rows = Console(), list[tuple[str, str, int, float, float, float]]()
+    cases = list(product(args.machines, HEADS))
+    for machine, head in track(cases, description="simulate"):
+        world = World(MACHINES[machine], HEADS[head])
+        for requests in BATCHES:
+            other = max(BATCHES) if requests < OTHER else 1
+            rows.append((machine, head, requests, *chosen(world, requests), chosen(world, requests, other)[1]))
+    table = Table("machine", "head", "requests", "chosen / best", "with lessons", "after another load")
+    for name, head, requests, *parts in rows:
+        table.add_row(name, head, str(requests), *(f"{part:.2f}" for part in parts))
+    console.print(table)
+    if args.out:
+        write_json(args.out / "budget.json", {"tree": TREE, "cycles": CYCLES}, {"rows": rows})
+    console.print(f"least {min(row[3] for row in rows):.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
