@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from eagle_server.plan import TreeShape
 
-# Most rows of a captured verify forward, if the flags' tree of one request has fewer. Up to about 256 the target's
-# weights decide its time. Beyond, chains cost less than trees for what they give (docs/design/adaptive-trees.md).
-_TREE_ROWS, _CHAIN_ROWS = 256, 512
+# Rows of a captured verify forward (docs/design/adaptive-trees.md). Up to 64 they cost next to nothing, so of shapes of
+# the same depth only the largest is captured. Up to about 256 the target's weights decide the time. Beyond, chains cost
+# less than trees for what they give; none has more than 512, except the flags' tree of one request.
+_FREE_ROWS, _TREE_ROWS, _CHAIN_ROWS = 64, 256, 512
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class TreeConfig:
         shapes = self.shapes(widest)
         rows = {shape: _TREE_ROWS if shape.topk > 1 else _CHAIN_ROWS for shape in shapes}
         fitting = [shape for shape in shapes if requests * shape.nodes <= max(rows[shape], self.nodes)]
+        free = {shape.steps: shape for shape in fitting[::-1] if requests * shape.nodes <= _FREE_ROWS}
+        fitting = [shape for shape in fitting if shape.nodes >= free.get(shape.steps, shape).nodes]
         return (*(fitting or shapes[-1:]), TreeShape(0, 1))
 
     @property

@@ -47,11 +47,13 @@ def test_batches_have_the_shapes_that_fit_and_fewer_graphs_than_with_all() -> No
         **dict.fromkeys((24, 32), (5, 8, 2)),
         **dict.fromkeys((40, 48, 56, 64), (5, 6, 1)),
     }
-    assert all(shapes[-2:] == ((2, 3, 1), (0, 1, 0)) for shapes in by_size.values())
+    assert [tuple(shape) for shape in by_size[1]] == [(6, 64, 8), (5, 32, 4), (3, 4, 1), (2, 3, 1), (0, 1, 0)]
+    assert [tuple(shape) for shape in by_size[8][:-1]] == [(5, 32, 4), (5, 16, 4), (5, 8, 2), (3, 4, 1), (2, 3, 1)]
+    assert [tuple(shape) for shape in by_size[64][:-1]] == [(5, 6, 1), (3, 4, 1), (2, 3, 1)]
     assert max(size * shape.nodes for size, shapes in by_size.items() for shape in shapes) == 384  # rows of logits
     trees = sum(shape.topk > 1 for shapes in by_size.values() for shape in shapes)
     chains = sum(shape.topk == 1 for shapes in by_size.values() for shape in shapes)
-    assert (trees, chains) == (19, 33)
+    assert (trees, chains) == (14, 29)
 
 
 def test_one_shape_is_left_where_none_fits() -> None:
