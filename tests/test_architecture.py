@@ -46,6 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "tools.training.tree_search": LOWEST | PEERS | {"text", "engine", "tools.tree"},  # it measures engines
     "tools.bench": LOWEST | PEERS | {"text", "engine"},
     # It runs the server in its own process.
+    "tools.bench.budget": LOWEST | PEERS | {"worker"},  # it simulates one
     "tools.bench.hops": LOWEST | PEERS | {"text", "engine", "client", "api", "llm"},
 }
 SEE_CONFIG = {

@@ -39,7 +39,7 @@ _OTHERS = np.array([0.42, 0.20, 0.12, 0.09, 0.07, 0.05, 0.05])  # how the others
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineCosts:
     """Milliseconds by rows, see `CostModel`. `fixed`: all trees of a cycle have one shape, as with CUDA graphs."""
 
     verify: Mapping[int, float]
@@ -58,21 +58,21 @@ class Machine:
 
 MACHINES = {
     # Measured with an 8B model in bf16, see docs/gpu.md. What a cycle with drafts costs the host is in `extend`.
-    "H100": Machine(
+    "H100": MachineCosts(
         {1: 6.55, 8: 7.1, 64: 7.9, 128: 8.7, 256: 10.3, 512: 13.7, 1024: 24, 2048: 44, 4096: 91},
         {7: 1.6, 224: 2.5, 448: 3.6},
         {1: 0.33, 8: 0.365, 64: 0.55, 256: 1.0, 512: 1.6},
         between=0.2,
     ),
     # Not measured: the H100's, where the weights' bytes decide 0.7 of it, where products do the same.
-    "H200": Machine(
+    "H200": MachineCosts(
         {1: 4.6, 8: 5.0, 64: 5.7, 128: 6.9, 256: 9.6, 512: 13.4, 1024: 23.8, 2048: 44, 4096: 91},
         {7: 1.5, 224: 2.3, 448: 3.4},
         {1: 0.24, 8: 0.26, 64: 0.42, 256: 0.92, 512: 1.55},
         between=0.2,
     ),
     # Measured with the demo on 2 cores.
-    "CPU": Machine(
+    "CPU": MachineCosts(
         {1: 0.9, 2: 1.1, 4: 1.35, 8: 2.2, 16: 3.6, 32: 6.2, 64: 11.2, 128: 21},
         {1: 0.35, 8: 0.6, 64: 2.4},
         {1: 0.075, 4: 0.12, 8: 0.2, 32: 0.7, 64: 1.5},
@@ -118,7 +118,7 @@ def _children(
 class World:
     """Requests of one head on one machine. All numbers of trees are means over many."""
 
-    def __init__(self, machine: Machine, head: tuple[float, float], seed: int = 0) -> None:
+    def __init__(self, machine: MachineCosts, head: tuple[float, float], seed: int = 0) -> None:
         self.fixed, self.head, self.costs = machine.fixed, head, machine.costs()
         self.chance = np.random.default_rng(seed)
         widths, levels = (1, 2, 3, 4, 6, 8), range(1, TREE.steps + 1)
