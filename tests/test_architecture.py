@@ -45,8 +45,8 @@ ARROWS: dict[str, set[str]] = {
     "tools.training": LOWEST | PEERS,
     "tools.training.tree_search": LOWEST | PEERS | {"text", "engine", "tools.tree"},  # it measures engines
     "tools.bench": LOWEST | PEERS | {"text", "engine"},
-    # It runs the server in its own process.
     "tools.bench.budget": LOWEST | PEERS | {"worker"},  # it simulates one
+    # It runs the server in its own process.
     "tools.bench.hops": LOWEST | PEERS | {"text", "engine", "client", "api", "llm"},
 }
 SEE_CONFIG = {
