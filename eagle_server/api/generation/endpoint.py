@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import msgspec
@@ -151,7 +152,7 @@ class ChunkedAnswer(Answer[B], Generic[B, C]):
             return self.usage
         return None if self._options.include_usage else UNSET
 
-    @property
+    @cached_property
     def _options(self) -> StreamOptions:
         return self.body.stream_options or StreamOptions()
 
