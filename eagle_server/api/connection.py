@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -126,8 +127,29 @@ class EventStream(Response):
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Wait until the connection accepts the data, so that unread data does not pile up in memory."""
+        sending = send({"type": "http.response.body", "body": data, "more_body": more}).__await__()
+        try:
+            wanted = next(sending)  # most data is accepted at once, without the cost of a timeout
+        except StopIteration:
+            return
         try:
             async with asyncio.timeout(SEND_SECONDS):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+                await _Rest(sending, wanted)
         except TimeoutError:
             raise ClientDisconnect from None
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """An awaitable that has begun, and what it waits for."""
+
+    begun: Generator[Any, Any, None]
+    wanted: Any
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            yield self.wanted
+        except BaseException:
+            self.begun.close()
+            raise
+        yield from self.begun
