@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from eagle_server.plan import TreeShape
@@ -83,6 +83,14 @@ class TreeConfig:
         """
         drafting = 0 if self.choices else max((self.model_steps - 1) * self.topk + 1, self.steps + self.model_steps)
         return max(2, drafting, self.nodes, self.ngram_steps + 1 if self.ngram_steps else 0)
+
+
+def fitting(shapes: Mapping[int, Sequence[TreeShape]], requests: int) -> Sequence[TreeShape]:
+    """Of shapes by the sizes of batches, in order: those of the first that holds so many requests, else of the last.
+
+    Empty where there are none.
+    """
+    return next((each for size, each in shapes.items() if size >= requests), (*shapes.values(), ())[-1])
 
 
 def _tree(steps: int, nodes: int, topk: int) -> TreeShape | None:

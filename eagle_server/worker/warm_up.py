@@ -11,6 +11,7 @@ import torch
 from eagle_server.ops.device import has_streams, mirrors
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
+from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.budget.cost_model import CostModel, StageTimes
 from eagle_server.worker.worker import Worker
 
@@ -45,7 +46,7 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
 
 
 def measure_costs(
-    worker: Worker, costs: CostModel, shapes: Mapping[int, Iterable[TreeShape]], most: int, longest: int
+    worker: Worker, costs: CostModel, shapes: Mapping[int, Sequence[TreeShape]], most: int, longest: int
 ) -> None:
     """Fit `costs` to plain cycles and to cycles of trees, in about a second.
 
@@ -57,7 +58,7 @@ def measure_costs(
     began = time.perf_counter()
     for size in dict.fromkeys(min(wanted, most) for wanted in (1, 8, most, 4, 16, 2, 32)):
         measured.plain(size)
-        for shape in next((each for end, each in shapes.items() if end >= size), [*shapes.values()][-1]):
+        for shape in fitting(shapes, size):
             measured.drafting(size, shape)
         if time.perf_counter() - began > _MEASURING:
             break

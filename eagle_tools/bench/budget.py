@@ -22,7 +22,7 @@ from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.budget.budget import AdaptiveBudget
-from eagle_server.worker.budget.cost_model import CostModel, draft_steps
+from eagle_server.worker.budget.cost_model import CostModel
 from eagle_server.worker.budget.policy import POLICY
 from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
 from eagle_server.worker.graphs import bucket_sizes
@@ -137,10 +137,8 @@ class World:
             return requests, self.costs.verify.at(requests) + self.costs.between
         option, place = self.options.index(shape), int(np.abs(np.exp(self.least) - math.exp(least_logp)).argmin())
         nodes = shape.nodes - 1 if self.fixed else self._nodes[option, place]
-        extended = 1 + min(shape.steps, 1.5 + 0.5 * math.log2(requests))
-        seconds = self.costs.verify.at(requests * (1 + nodes)) + self.costs.extend.at(requests * extended)
-        seconds += float(draft_steps(shape.steps - 1)) * self.costs.step.at(requests * shape.topk)
-        return requests * (1 + float(self._tokens[option, place])), seconds + self.costs.between
+        seconds = self.costs.cycle(requests * (1 + nodes), requests, shape.steps, shape.steps - 1, shape.topk)
+        return requests * (1 + float(self._tokens[option, place])), float(seconds)
 
     def best(self, requests: int) -> float:
         """Tokens per second with the best of all trees, or without."""

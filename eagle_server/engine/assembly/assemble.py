@@ -36,6 +36,7 @@ from eagle_server.plan import TreeShape
 from eagle_server.request import Ready
 from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
+from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.batch.batch import Batches
 from eagle_server.worker.budget.budget import AdaptiveBudget, Budget, FixedBudget
 from eagle_server.worker.budget.cost_model import CostModel
@@ -105,7 +106,7 @@ def assemble(
         send_setup(ranks, config)
     kv = _kv_cache(config, pools, device, events, shared=ranks is not None)
     shapes = _shapes(config, drafter.widest)
-    verified = {shape.nodes for each in shapes.values() for shape in each}
+    verified = {shape.nodes for shape in _all(shapes)}
     attention = backends.make(target, pools[0], verified, config.verify_attention)
     batches = Batches(
         kv.table,
@@ -229,12 +230,14 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
     lengths = (2, config.context_length)  # attention to trees may be computed differently over long texts
     with graphs.paused():
         # The largest batch too: it may be larger than the graphs, and the workspace cannot grow after the capture.
-        for size in sorted({*config.graph_sizes, config.max_running_requests}):
-            warm_up(worker, shapes.get(size, shapes[config.graph_sizes[-1]])[0], [size], lengths)
+        every = sorted({*config.graph_sizes, config.max_running_requests})
+        largest = {size: fitting(shapes, size)[0] for size in every}
+        for shape in dict.fromkeys(largest.values()):
+            warm_up(worker, shape, [size for size in every if largest[size] == shape], lengths)
     backends.freeze()
-    every = {shape: [size for size in config.graph_sizes[::-1] if shape in shapes[size]] for shape in _all(shapes)}
-    with tqdm(total=sum(map(len, every.values())), desc="capture graphs", unit="batch", disable=None) as bar:
-        for shape, sizes in every.items():
+    captured = {shape: [size for size in config.graph_sizes[::-1] if shape in shapes[size]] for shape in _all(shapes)}
+    with tqdm(total=sum(map(len, captured.values())), desc="capture graphs", unit="batch", disable=None) as bar:
+        for shape, sizes in captured.items():
             warm_up(worker, shape, sizes, lengths)
             bar.update(len(sizes))
 

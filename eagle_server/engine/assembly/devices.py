@@ -166,7 +166,7 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
     reads.
     """
     hidden = model.hidden_size * model.dtype.itemsize
-    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
+    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots) if tree.steps else 0
     rows, kept = 0, 0
     for size in sizes:
         kept += size * extend

@@ -22,7 +22,8 @@ import numpy as np
 
 from eagle_server.plan import Decode, TreeShape
 from eagle_server.request import SpeculationState
-from eagle_server.worker.budget.cost_model import CostModel, draft_steps
+from eagle_server.speculation.tree_config import fitting
+from eagle_server.worker.budget.cost_model import CostModel
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
 from eagle_server.worker.first_drafts import FirstDrafts
@@ -255,12 +256,8 @@ class AdaptiveBudget:
         least_logp = choice.least_logp if choice.steps or self.shapes else math.log(self.policy.probe_chance)
         return CycleBudget(tuple(wanted), largest.steps, largest.nodes, largest.topk, least_logp)
 
-    def _allowed(self, requests: int) -> Sequence[TreeShape]:
-        """The shapes that so many requests may have, the largest first; (): any."""
-        return next((each for size, each in self.shapes.items() if size >= requests), (*self.shapes.values(), ())[-1])
-
     def largest(self, requests: int) -> TreeShape:
-        return next(iter(self._allowed(requests)), TreeShape(self.steps, self.nodes))
+        return next(iter(fitting(self.shapes, requests)), TreeShape(self.steps, self.nodes))
 
     def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         if not has_drafted:
@@ -331,7 +328,7 @@ class AdaptiveBudget:
         if self.shapes:  # all requests verify as many rows, whether they draft or not
             nodes, drafting = requests * (self._sizes - 1), np.array([float(len(rows))])
         rates = tokens / self._seconds(requests, nodes, drafting, kv)
-        if allowed := self._allowed(requests):
+        if allowed := fitting(self.shapes, requests):
             rates[[shape not in allowed for shape in seen.options]] = 0.0
         option, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
         shape = seen.options[option]
@@ -344,9 +341,4 @@ class AdaptiveBudget:
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,
         chances] of theirs are verified."""
-        costs = self.costs
-        # Draft-extend has as many rows for each request as the one with most accepted tokens needs.
-        extended = 1 + np.minimum(self._steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
-        drafts = costs.extend.predict(extended * drafting)
-        drafts = drafts + draft_steps(self._forwards) * costs.step.predict(self._fed * drafting)
-        return costs.speed * (costs.verify.predict(requests + nodes, kv) + drafts) + costs.between
+        return self.costs.cycle(requests + nodes, drafting, self._steps, self._forwards, self._fed, kv)

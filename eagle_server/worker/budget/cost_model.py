@@ -140,6 +140,25 @@ class CostModel:
     between: float = 0.0  # seconds from one cycle to the next
     error: float = 0.0  # mean relative error of the newest predictions of whole cycles
 
+    def cycle(
+        self,
+        rows: Floats | float,
+        drafting: Floats | float,
+        steps: Floats | float,
+        forwards: Floats | float,
+        fed: Floats | float,
+        kv: float = 0.0,
+    ) -> Floats:
+        """Seconds of cycles that verify `rows` over `kv` tokens. Arrays of any shapes that go together.
+
+        `drafting` requests draft trees of `steps` levels, in `forwards` draft steps that feed `fed` nodes of each.
+        """
+        # Draft-extend has as many rows for each request as the one with most accepted tokens needs.
+        extended = 1 + np.minimum(steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
+        drafts = self.extend.predict(extended * drafting)
+        drafts = drafts + draft_steps(forwards) * self.step.predict(fed * drafting)
+        return self.speed * (self.verify.predict(rows, kv) + drafts) + self.between
+
     def observe(self, curve: CostCurve, rows: float, kv: float, seconds: float) -> float:
         """A stage took `seconds`. Returns the seconds that were predicted."""
         if not curve.is_known:
