@@ -204,8 +204,8 @@ class AdaptiveBudget:
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
         self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
-        # Of the newest cycle: size of the batch or round(2 log2(requests)), round(2 * share sampled), and the mean of
-        # the levels that a request may keep.
+        # Of the newest cycle: size of the batch (requests beyond the largest; without sizes round(2 log2(requests))),
+        # round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
         self._measured = self._speed(0), self._speed(0)  # for its load, with drafts and plain
         self._follows = True  # whether the newest cycle does what was chosen: it is no lesson
@@ -221,8 +221,9 @@ class AdaptiveBudget:
         # What each may keep: one token is drawn without any level.
         most_steps = [min(decodes[number].tokens_left - 1, self.steps) for number in candidates]
         reach = round(sum(most_steps) / len(most_steps)) if most_steps else 0
-        bucket = next((size for size in self.shapes if size >= requests), round(2 * math.log2(requests)))
-        self._load = bucket, sampled, reach
+        beyond = requests if self.shapes else round(2 * math.log2(requests))
+        batch = next((size for size in self.shapes if size >= requests), beyond)
+        self._load = batch, sampled, reach
         measured, plain = self._measured = self._speed(*self._load), self._speed(*self._load[:2])
         if not candidates:
             return NOTHING

@@ -160,6 +160,15 @@ def test_graphs_have_a_ladder_of_shapes() -> None:
     assert len(settled(adaptive(costs(2e-3), shapes=shapes), [decode(i) for i in range(8)], 0.2)[-1].drafting) <= 1
 
 
+def test_batches_beyond_the_largest_size_have_choices_of_their_own() -> None:
+    """16 requests: 2 log2 is 8, which is also the size of a batch."""
+    ladder = TreeShape(5, 8), TreeShape(3, 4), TreeShape(2, 2)
+    budget, decodes = adaptive(costs(1e-5), shapes={1: ladder, 8: ladder}), [decode(i) for i in range(16)]
+    settled(budget, decodes[:8], 0.9)
+    budget.choose(decodes, [True] * 16)
+    assert "for 16 requests" in budget.state().choice
+
+
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
 def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> None:
     model, requests = costs(4e-4, step=3e-4), 4
