@@ -48,6 +48,16 @@ REQUESTS = [
 ]
 
 
+def texts_without_drafts(served: Any, draft: Any) -> dict[str, list[int]]:
+    """The tokens of the requests, which are the same with the draft. Some drafts are accepted, and some are not."""
+    expected = tokens_of(run(plain(served), REQUESTS))
+    engine = speculative(served, draft, 3, 8)
+    assert tokens_of(run(engine, REQUESTS)) == expected
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    return expected
+
+
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("target", "draft"), [("wide", "narrow"), ("narrow", "wide")])
@@ -63,11 +73,7 @@ def test_texts_are_those_without_drafts(
     how = Loading(context=256, lookahead=16, progress=False, quantization=quantization)
     served = load_target(models / target, how, dtype="float32")
     smaller = load_draft(models / draft, served, how, algorithm="STANDALONE", target_path=models / target)
-    expected = tokens_of(run(plain(served), REQUESTS))
-    engine = speculative(served, smaller, 3, 8)
-    assert tokens_of(run(engine, REQUESTS)) == expected
-    stats = engine.stats()
-    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    expected = texts_without_drafts(served, smaller)
     if target == "wide":
         assert max(max(tokens) for tokens in expected.values()) >= ROWS, "the hot request draws a row of padding"
     assert smaller.draft_vocab_size == ROWS
@@ -127,11 +133,7 @@ def test_texts_with_heads_are_those_without(heads: Path, kind: str, target: str,
     served = load_target(heads / target, how, dtype="float32")
     overrides = {"aux_boundaries": BOUNDARIES} if kind.startswith("eagle3") else {}
     head = load_draft(heads / f"{kind} {draft}", served, how, overrides=overrides, target_path=heads / target)
-    expected = tokens_of(run(plain(served), REQUESTS))
-    engine = speculative(served, head, 3, 8)
-    assert tokens_of(run(engine, REQUESTS)) == expected
-    stats = engine.stats()
-    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    texts_without_drafts(served, head)
     if kind == "eagle copied":
         names = {name for name, _ in head.weight_views()}
         assert not names & {"embed_tokens.weight", "lm_head.weight"}, "copies are shared with the target"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
+from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, flatten
 from eagle_server.models.checkpoints.weights import StoredTensor, load_pickle, read_as
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.interface import DraftedTarget
@@ -81,22 +81,19 @@ def token_ids(files: DraftFiles, *, is_head: bool = False) -> int | None:
     return max(known[-1].values(), default=-1) + 1
 
 
-def with_target_rows(files: DraftFiles, target: DraftedTarget, declared: object, *, has_map: bool) -> DraftFiles:
+def with_target_rows(files: DraftFiles, target: DraftedTarget, *, has_map: bool) -> DraftFiles:
     """`files` with the rows of the target's vocabulary, if theirs are more or fewer by padding alone.
 
     Models of one family often have embeddings of several sizes for one tokenizer. A head that was trained on one of
     them drafts for the others too. Rows that no token needs are cut. Missing ones are the target's where both are as
-    wide, else zero. If only an lm_head of its own lacks some, they are never drafted.
-
-    Args:
-        declared: vocab_size in config.json, if the head has no embedding of its own.
-        has_map: whether this format can have a reduced vocabulary.
+    wide, else zero. If only an lm_head of its own lacks some, they are never drafted. `has_map`: this format can have a
+    reduced vocabulary.
 
     Raises:
         CheckpointError: the draft has a tokenizer, which is not the target's.
     """
     vocab, tensors = target.config.vocab_size, dict(files.tensors)
-    rows = (files.shape("embed_tokens.weight") or files.shape("t2d") or (declared,))[0]
+    rows = (files.shape("embed_tokens.weight") or files.shape("t2d") or (flatten(files).get("vocab_size"),))[0]
     used = token_ids(files, is_head=True) if isinstance(rows, int) and rows != vocab else None
     if used is None or not isinstance(rows, int) or used > min(rows, vocab):
         return files

@@ -43,7 +43,7 @@ def recognizes(files: DraftFiles) -> bool:
 
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> Eagle3Head:
     """The head, with the target's embedding or lm_head where it has none of its own."""
-    files = with_target_rows(files, target, flatten(files).get("vocab_size"), has_map=True)
+    files = with_target_rows(files, target, has_map=True)
     config, files = completed(eagle3_config(files, target.config), files, target, how)
     return filled(Eagle3Head(config, how.positions, shared_weights(target, config)), files, how)
 

@@ -31,7 +31,7 @@ def recognizes(files: DraftFiles) -> bool:
 
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> EagleHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
-    files = with_target_rows(files, target, flatten(files).get("vocab_size"), has_map=False)
+    files = with_target_rows(files, target, has_map=False)
     config = eagle_config(files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)

@@ -34,7 +34,7 @@ def recognizes(files: DraftFiles) -> bool:
 
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> PEagleHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
-    files = with_target_rows(files, target, flatten(files).get("vocab_size"), has_map=True)
+    files = with_target_rows(files, target, has_map=True)
     config = peagle_config(files, target.config)
     config, files = eagle3_files.completed(config, _in_one_shape(files), target, how)
     head = filled(PEagleHead(config, how.positions, shared_weights(target, config)), files, how)
