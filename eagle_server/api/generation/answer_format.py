@@ -75,8 +75,7 @@ class AnswerFormat:
 
     def grammar(self, requested: Grammar | None) -> Grammar | None:
         """The grammar of the whole output: of the thinking, then of the tools, else the `requested` one."""
-        grammar = None if self.tools is None else self.tools.grammar
-        grammar = grammar or requested
+        grammar = (self.tools and self.tools.grammar) or requested
         if grammar is None or self.reasoning is None:
             return grammar
         syntax = self.reasoning.syntax

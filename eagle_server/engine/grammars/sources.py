@@ -46,15 +46,19 @@ def llguidance_source(grammar: Grammar) -> str:
     source = _without_effect_left_out(_OWN_OPTIONS.sub("", _lark(grammar)))
     if not (grammar.thinking or grammar.calls):
         return _OPTIONS + source
-    start = "answer" if grammar.kind == "calls" or not grammar.thinking else "header answer"
+    start, rules = "answer", grammar.thinking + _nested("answer", source)
+    if grammar.thinking and grammar.kind != "calls":
+        start = f"header {start}"
     if grammar.calls:
-        start, source = (
-            f"({start} | calls)",
-            f"{source}\n}}\ncalls: %lark {{\n{_without_effect_left_out(grammar.calls)}",
-        )
+        start, rules = f"({start} | calls)", rules + _nested("calls", _without_effect_left_out(grammar.calls))
     if grammar.thinking:
         start = f"thinking {start}"
-    return f"{_OPTIONS}start: {start}\n{grammar.thinking}answer: %lark {{\n{source}\n}}\n"
+    return f"{_OPTIONS}start: {start}\n{rules}"
+
+
+def _nested(rule: str, source: str) -> str:
+    """A grammar as one rule of another, which may have rules of the same names."""
+    return f"{rule}: %lark {{\n{source}\n}}\n"
 
 
 def _lark(grammar: Grammar) -> str:
