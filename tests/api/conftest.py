@@ -215,7 +215,13 @@ def start_server(
 @contextlib.contextmanager
 def serving(tokenizer_dir: Path, log: Path, environ: Mapping[str, str] | None = None) -> Iterator[Server]:
     flags = ("--model-path", str(tokenizer_dir), "--served-model-name", "fake")
-    server = start_server(log, *flags, environ=environ)
+    with kept_running(start_server(log, *flags, environ=environ)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def kept_running(server: Server) -> Iterator[Server]:
+    """A server that was started: once it is ready, until the end of the block."""
     try:
         server.wait_ready()
         yield server

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.conftest import PATIENCE, REPOSITORY, Server, start_server
+from tests.api.conftest import PATIENCE, REPOSITORY, Server, kept_running, start_server
 from tests.api.fake_engine import BREAK, SLOW
 from tests.api.servers import wait_until_gone
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal, plain
@@ -29,13 +29,9 @@ def templated(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     directory = tmp_path_factory.mktemp("templated")
     (directory / "template.jinja").write_text(TEMPLATE)
     flags = ["--model-path", str(tokenizer_dir), "--chat-template", str(directory / "template.jinja")]
-    server = start_server(directory / "log", *flags, "--served-model-name", "fake", "--api-key", "sesame")
-    try:
-        server.wait_ready()
+    flags += ["--served-model-name", "fake", "--api-key", "sesame"]
+    with kept_running(start_server(directory / "log", *flags)) as server:
         yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 def piped(text: str, *arguments: str, key: str = "sesame") -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ import msgspec
 from eagle_server.engine.grammars.grammars import Grammars
 from eagle_server.plan import allows
 from eagle_server.request import FinishReason, Grammar, Ready, Request
-from tests.api.conftest import Server, start_server
+from tests.api.conftest import Server, kept_running, start_server
 from tests.api.fake_engine import EOS, ID, FakeEngine, byte_tokenizer
 
 TEMPLATE = Path(__file__).with_suffix(".jinja")  # as Qwen3's
@@ -75,10 +75,5 @@ def serving(directory: Path, script: list[str]) -> Iterator[Server]:
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     files = ("--model-path", str(directory), "--served-model-name", "m", "--chat-template", str(TEMPLATE))
     environ = {"SCRIPT": json.dumps(script)}
-    server = start_server(directory / "log", *files, *FLAGS, module=__name__, environ=environ)
-    try:
-        server.wait_ready()
+    with kept_running(start_server(directory / "log", *files, *FLAGS, module=__name__, environ=environ)) as server:
         yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
