@@ -90,7 +90,7 @@ def fitting(shapes: Mapping[int, Sequence[TreeShape]], requests: int) -> Sequenc
 
     Empty where there are none.
     """
-    return next((each for size, each in shapes.items() if size >= requests), (*shapes.values(), ())[-1])
+    return next((each for size, each in shapes.items() if size >= requests), ((), *shapes.values())[-1])
 
 
 def _tree(steps: int, nodes: int, topk: int) -> TreeShape | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_server.speculation.tree_config import TreeConfig
+from eagle_server.speculation.tree_config import TreeConfig, fitting
 from eagle_server.worker.graphs import bucket_sizes
 
 LARGE = TreeConfig(6, 8, 64)
@@ -54,6 +54,12 @@ def test_batches_have_the_shapes_that_fit_and_fewer_graphs_than_with_all() -> No
     trees = sum(shape.topk > 1 for shapes in by_size.values() for shape in shapes)
     chains = sum(shape.topk == 1 for shapes in by_size.values() for shape in shapes)
     assert (trees, chains) == (14, 29)
+
+
+def test_batches_beyond_the_largest_size_have_its_shapes() -> None:
+    by_size = {size: LARGE.captured_shapes(size, 8, adaptive=True) for size in (1, 8)}
+    assert [fitting(by_size, requests) for requests in (1, 2, 8, 9)] == [by_size[1], *[by_size[8]] * 3]
+    assert fitting({}, 3) == ()
 
 
 def test_one_shape_is_left_where_none_fits() -> None:
