@@ -7,6 +7,7 @@
     static level    nodes with children   prefix and the draft's window     each node's ancestors
     verify          nodes, or            prefix and the tree's window      the tree's mask; causal for a chain
                     the tree's own nodes
+    mixed           verify's, then prompt chunks': each reads and sees what it does apart
 
 The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, draft steps and verify
 have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`, `attn_args_decode`).
@@ -30,6 +31,8 @@ from eagle_server.attention.spec_info import (
 )
 from eagle_server.ops.device import upload
 from eagle_server.ops.indices import indptr_of, window_slots
+
+MIXED_ROWS, MIXED_CHUNKS = 256, 8  # the most rows of prompt chunks in a mixed forward, and the most chunks
 
 # Arguments of FlashInfer's plan and run, computed on the device.
 
@@ -165,6 +168,41 @@ def verify_batch(verify: EagleVerifyInput, requests: PagedRequests, layout: Layo
         verify,
         paged_kernel_lens=lens,
     )
+
+
+def mixed_layout(trees: Layout, prompts: Layout) -> Layout:
+    """A verify forward and prompt chunks in one."""
+    lens = (trees.q_lens + prompts.q_lens, trees.kv_lens + prompts.kv_lens)
+    return Layout(*lens, mask_width=trees.mask_width, chunks=len(prompts.q_lens))
+
+
+def mixed_batch(trees: AttentionBatch, prompts: AttentionBatch, layout: Layout) -> AttentionBatch:
+    """The rows of the trees, then those of the prompt chunks. Both batches have the same page table."""
+    indices, kv_lens, slots = (
+        torch.cat([getattr(batch, name) for batch in (trees, prompts)])
+        for name in ("req_pool_indices", "kv_lens", "out_cache_loc")
+    )
+    return AttentionBatch(indices, kv_lens, trees.req_to_token, slots, trees.mask, layout)
+
+
+def parts_of(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
+    """What `mixed_batch` has put together."""
+    layouts, masks = batch.layout.parts, (batch.mask, Causal())
+    requests, rows = len(layouts[0].q_lens), sum(layouts[0].q_lens)
+    trees, prompts = (
+        AttentionBatch(
+            batch.req_pool_indices[of_requests],
+            batch.kv_lens[of_requests],
+            batch.req_to_token,
+            batch.out_cache_loc[of_rows],
+            mask,
+            layout,
+        )
+        for of_requests, of_rows, mask, layout in zip(
+            (slice(requests), slice(requests, None)), (slice(rows), slice(rows, None)), masks, layouts, strict=True
+        )
+    )
+    return trees, prompts
 
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:

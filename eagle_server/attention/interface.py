@@ -60,7 +60,7 @@ class TreeMask:
 
     R and W are the largest numbers of rows and window columns. A request with fewer rows has as many fewer columns; the
     last ones are padding. The depths are positions relative to the window's first column. Sliding windows are measured
-    by these depths.
+    by these depths. `bs` are the first requests of a batch that ends with prompt chunks, see `Layout.chunks`.
     """
 
     visible: Tensor  # bool [bs, R, W], True = attend
@@ -73,13 +73,22 @@ class Layout:
     """What the host knows about a forward before its device work: the lengths, and the size of the tree mask.
 
     `mask_width` is the number of columns W of the tree mask; None means causal. `num_visible`, if given, is the number
-    of these columns that each row sees: a node of a draft step sees its ancestors and itself.
+    of these columns that each row sees: a node of a draft step sees its ancestors and itself. `chunks`: so many
+    of the last requests are prompt chunks, causal whatever the others are.
     """
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]  # this forward's own tokens included
     mask_width: int | None = None
     num_visible: int | None = None
+    chunks: int = 0
+
+    @property
+    def parts(self) -> tuple[Layout, Layout]:
+        """The layouts of the requests before the chunks, and of the chunks."""
+        trees = len(self.q_lens) - self.chunks
+        both = ((self.q_lens[:trees], self.kv_lens[:trees]), (self.q_lens[trees:], self.kv_lens[trees:]))
+        return Layout(*both[0], mask_width=self.mask_width), Layout(*both[1])
 
     @property
     def q_len(self) -> int | None:

@@ -3,6 +3,7 @@
 forward         rows per request      states
 prompt chunks   the chunk             move at once to the end of the chunk
 verify          the tree's nodes      stay; the nodes are stored, and `StatePool.keep` moves the states
+mixed           nodes, then chunks    as in both
 dense           a whole text          none before, none after: for training, and as reference in tests
 """
 
@@ -170,6 +171,26 @@ class PromptRows(RecurrentRows):
             outputs.append(out)
             first += size
         return torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class MixedRows(RecurrentRows):
+    """The nodes of trees, then the rows of prompt chunks. `nodes`: how many rows are nodes."""
+
+    trees: TreeRows
+    prompts: PromptRows
+    nodes: int
+
+    @property
+    def native(self) -> NativeStatesOfRows | None:
+        """See `RecurrentRows`."""
+        trees, prompts = self.trees.native, self.prompts.native
+        return None if trees is None or prompts is None else (trees[0], [*trees[1], *prompts[1]])
+
+    def run(self, x: Tensor, gates: Tensor, layer: RecurrentLayer) -> Tensor:
+        rows, rates = x.tensor_split([self.nodes]), gates.tensor_split([self.nodes])
+        both = (self.trees, self.prompts)
+        return torch.cat([part.run(*inputs, layer) for part, *inputs in zip(both, rows, rates, strict=True)])
 
 
 @dataclass(frozen=True)

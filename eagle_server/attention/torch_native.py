@@ -176,12 +176,12 @@ def _groups(batch: AttentionBatch) -> Iterator[_Group]:
     indices, lens = _Indices(kv_indices, kv_indptr, qo_indptr, batch.layout), batch.layout.q_lens
     if mask is not None:
         yield from _tree_groups(indices, mask)
-        return
-    short = [i for i, n in enumerate(lens) if n <= SHORT_QUERY]
+    causal = range(0 if mask is None else len(mask.visible), len(lens))
+    short = [i for i in causal if lens[i] <= SHORT_QUERY]
     if short:
         yield _causal_group(indices, short)
-    for i, n in enumerate(lens):
-        if n > SHORT_QUERY:
+    for i in causal:
+        if lens[i] > SHORT_QUERY:
             yield _causal_group(indices, [i])
 
 
@@ -198,7 +198,7 @@ def _causal_group(indices: _Indices, members: list[int]) -> _Group:
 
 def _tree_groups(indices: _Indices, mask: TreeMask) -> Iterator[_Group]:
     """One group; or with many requests of different numbers of rows several, so that few rows are padding."""
-    lens = indices.layout.q_lens
+    lens = indices.layout.q_lens[: len(mask.visible)]
     if len(lens) < MANY_TREES or min(lens) == max(lens):
         yield _tree_group(indices, mask, list(range(len(lens))))
         return

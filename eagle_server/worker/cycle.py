@@ -16,11 +16,12 @@ from eagle_server.plan import Chunk, CyclePlan, Decode, Failure, SequenceOutput
 from eagle_server.request import DraftTree, FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.batch.draft_tree import draft_tree
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.host import HostCopy, is_finite, leading_finite, logprobs_to_host, to_host
+from eagle_server.worker.verifier import Prefilled
 
 NOT_FINITE = Failure(
     FinishReason.ERROR,
@@ -74,6 +75,7 @@ class Cycle:
     accepted: Accepted = field(init=False)
 
     # Prompts.
+    prefilled: tuple[PromptBatch, Prefilled] | None = None  # what verification has computed of them
     drawn: Drawn | None = None
 
     # What the budget has learned.

@@ -246,16 +246,19 @@ class TreeDrafting:
         """
         plan, has_drafted, stages = cycle.plan, cycle.draft_batch is not None, cycle.clock.seconds()
         waited = passed - sum(stages.values())
+        kv, joined = float(sum(decode.seq_len for decode in plan.decodes)), 0.0
+        if cycle.prefilled is not None:  # about what the prompts took of the verification
+            rows = cycle.rows + sum(cycle.prefilled[0].counts)
+            joined = costs.speed * (costs.verify.at(rows, kv) - costs.verify.at(cycle.rows, kv))
         loaded = waited < LONGEST_WAIT
         if loaded:
             tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in decodes)))
-            seconds = passed - stages.get("prefill", 0.0)
+            seconds = passed - stages.get("prefill", 0.0) - joined
             self.budget.took(len(plan.decodes), has_drafted=has_drafted, tokens=tokens, seconds=seconds)
-        if not cycle.is_lesson and self._cycles % (self.policy.lesson_period // 2):
+        if cycle.prefilled is not None or (not cycle.is_lesson and self._cycles % (self.policy.lesson_period // 2)):
             return 0.0
         if not has_drafted:
             costs.wait(waited)
-        kv = float(sum(decode.seq_len for decode in plan.decodes))
         forwards = self.drafter.forwards(cycle.steps) if has_drafted else 0
         times = StageTimes.of(stages, forwards)
         predicted = costs.observe(costs.verify, cycle.rows, kv, times.verify)

@@ -9,9 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import verify_batch, verify_layout
+from eagle_server.attention.batches import (
+    MIXED_CHUNKS,
+    MIXED_ROWS,
+    mixed_batch,
+    mixed_layout,
+    verify_batch,
+    verify_layout,
+)
 from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, PagedRequests
-from eagle_server.attention.recurrent import PromptRows, TreeRows
+from eagle_server.attention.recurrent import MixedRows, PromptRows, TreeRows
 from eagle_server.attention.spec_info import EagleVerifyInput
 from eagle_server.cache.pool import Pool
 from eagle_server.models.ranks import RankGroup
@@ -95,10 +102,10 @@ class Verifier:
     def verify(self, batch: DecodeBatch, tree: Tree) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
         self.settle()  # has an effect before a forward that runs ahead; `Worker.run` has settled before others
-        counts = None if tree.counts is None else to_host(tree.counts)[0]
+        layout = _layout_of(batch, tree)
         if self.ranks is not None:
+            counts = None if tree.counts is None else layout.q_lens
             send_verify(self.ranks, batch.seq_lens_host, batch.req_pool_indices, tree, counts)
-        layout = verify_layout(batch.seq_lens_host, tree.size, tree.topk, counts)
         return self.run_verify(layout, tree, batch.requests)
 
     def run_verify(self, layout: Layout, tree: Tree, requests: PagedRequests) -> Verified:
@@ -112,33 +119,49 @@ class Verifier:
     def _verify(
         self, plan: AttentionPlan, layout: Layout, logits: Tensor | None, tree: Tree, requests: PagedRequests
     ) -> Verified:
-        verify = EagleVerifyInput(tree)
-        batch = verify_batch(verify, requests, layout)
+        batch = verify_batch(EagleVerifyInput(tree), requests, layout)
         if self.states is not None:
             batch = replace(batch, recurrent=TreeRows(self.states.pool, tree, requests.req_pool_indices))
         bound = plan.bind(batch)
-        tokens, positions = verify.draft_token.clamp(min=0), verify.positions
-        if tree.rows is not None:
-            tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
-        out = self.target(tokens, positions, bound, self.aux_boundaries)
+        out = self.target(*_computed_nodes(tree), bound, self.aux_boundaries)
         return Verified(self.target.logits(out.hidden, logits), self._features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only for rows that sample a token or need prompt log-probabilities."""
-        rows: list[int] = []
-        counts: list[int] = []
-        start = 0
-        for chunk, length in zip(chunks, batch.counts, strict=True):
-            first = start if chunk.prompt_logprobs else start + length - 1
-            wanted = range(first, start + length) if chunk.prompt_logprobs or chunk.next_token is None else range(0)
-            rows.extend(wanted)
-            counts.append(len(wanted))
-            start += length
+        rows, counts = _wanted_rows(chunks)
         if self.ranks is not None:
             send_prefill(self.ranks, chunks, rows)
-        pieces = [(chunk.req_pool_index, chunk.start, len(chunk.tokens)) for chunk in chunks]
-        saves = [save for chunk in chunks for save in chunk.saves]
-        return Prefilled(*self.run_prefill(batch, rows, pieces, saves), tuple(counts))
+        return Prefilled(*self.run_prefill(batch, rows, *_pieces(chunks)), counts)
+
+    def mixes(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether `mixed` may compute these chunks."""
+        return (
+            self.ranks is None
+            and 0 < len(chunks) <= MIXED_CHUNKS
+            and sum(len(chunk.tokens) for chunk in chunks) <= MIXED_ROWS
+        )
+
+    def mixed(
+        self, batch: DecodeBatch, tree: Tree, prompts: PromptBatch, chunks: tuple[Chunk, ...]
+    ) -> tuple[Verified, Prefilled]:
+        """`verify` and `prefill` in one forward, which reads the weights once. No graph captures it."""
+        self.settle()
+        trees = verify_batch(EagleVerifyInput(tree), batch.requests, _layout_of(batch, tree))
+        layout = mixed_layout(trees.layout, prompts.attention.layout)
+        tokens, positions = _computed_nodes(tree)
+        indices = upload(prompts.req_pool_indices, positions.device)  # `prompts` may have a page table of its own
+        attention = mixed_batch(trees, replace(prompts.attention, req_pool_indices=indices), layout)
+        nodes, (rows, counts) = len(tokens), _wanted_rows(chunks)
+        if self.states is not None:
+            pool = self.states.pool
+            tree_rows = TreeRows(pool, tree, batch.req_pool_indices)
+            attention = replace(attention, recurrent=MixedRows(tree_rows, PromptRows(pool, *_pieces(chunks)), nodes))
+        tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
+        out = self.target(tokens, positions, self.attention.plan(layout).bind(attention), self.aux_boundaries)
+        wanted = upload([*range(nodes), *(nodes + row for row in rows)], positions.device)
+        logits, features = self.target.logits(out.hidden.index_select(0, wanted)), self._features(out)
+        prefilled = Prefilled(features[nodes:], logits[nodes:], counts)
+        return Verified(logits[:nodes], features[:nodes]), prefilled
 
     def run_prefill(
         self, batch: PromptBatch, rows: list[int], pieces: Sequence[tuple[int, int, int]], saves: Sequence[StateSave]
@@ -173,3 +196,35 @@ class Verifier:
     def _features(self, out: TargetOutput) -> Tensor:
         """What the drafter reads, in the model's dtype. Logits are made of what may be more exact."""
         return out.hidden.to(self.target.config.dtype) if out.aux is None else out.aux
+
+
+def _layout_of(batch: DecodeBatch, tree: Tree) -> Layout:
+    counts = None if tree.counts is None else to_host(tree.counts)[0]
+    return verify_layout(batch.seq_lens_host, tree.size, tree.topk, counts)
+
+
+def _computed_nodes(tree: Tree) -> tuple[Tensor, Tensor]:
+    """Tokens and positions of the nodes that are computed, int64 [n] each."""
+    tokens, positions = tree.tokens.view(-1).clamp(min=0), tree.positions.view(-1)
+    if tree.rows is not None:
+        tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
+    return tokens, positions
+
+
+def _wanted_rows(chunks: Sequence[Chunk]) -> tuple[list[int], tuple[int, ...]]:
+    """The rows of the chunks whose logits are read, and how many of each chunk."""
+    rows, counts, end = list[int](), list[int](), 0
+    for chunk in chunks:
+        start, end = end, end + len(chunk.tokens)
+        wanted = range(start if chunk.prompt_logprobs else end - 1, end)
+        if not chunk.prompt_logprobs and chunk.next_token is not None:
+            wanted = range(0)
+        rows.extend(wanted)
+        counts.append(len(wanted))
+    return rows, tuple(counts)
+
+
+def _pieces(chunks: Sequence[Chunk]) -> tuple[list[tuple[int, int, int]], list[StateSave]]:
+    """`chunks` and `saves` as `PromptRows` has them."""
+    pieces = [(chunk.req_pool_index, chunk.start, len(chunk.tokens)) for chunk in chunks]
+    return pieces, [save for chunk in chunks for save in chunk.saves]

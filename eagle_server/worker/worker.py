@@ -80,7 +80,7 @@ class Worker:
             self._decode(cycle)
         if plan.chunks:
             with cycle.clock.stage("prefill"):
-                cycle.drawn = self._prefill(plan.chunks)
+                cycle.drawn = self._prefill(cycle)
         with cycle.clock.stage("emit"):
             cycle.start_copy()
             if not self.overlaps:
@@ -113,7 +113,13 @@ class Worker:
             token_mask = self.batches.token_mask(batch.decodes, tree)
             may_be_ahead = self.overlaps and cycle.draft_batch is None
             verified = self._take_verified(batch, clock) if may_be_ahead else None
-            verified = verified or self.verifier.verify(batch, tree)
+            chunks = cycle.plan.chunks
+            if verified is None and self.verifier.mixes(chunks):
+                prompts = self.batches.prefill(chunks)
+                verified, prefilled = self.verifier.mixed(batch, tree, prompts, chunks)
+                cycle.prefilled = prompts, prefilled
+            elif verified is None:
+                verified = self.verifier.verify(batch, tree)
         with clock.stage("accept"):
             sampling = batch.sampling
             if token_mask is not None:
@@ -175,10 +181,14 @@ class Worker:
         starts = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         batch.accepted_tokens.record_paths(starts, batch.req_pool_indices, cycle.tree, cycle.accepted, features)
 
-    def _prefill(self, chunks: tuple[Chunk, ...]) -> Drawn:
+    def _prefill(self, cycle: Cycle) -> Drawn:
         """Prompt chunks through target and drafter. The last chunk of a prompt samples the first output token."""
-        batch = self.batches.prefill(chunks)
-        prefilled = self.verifier.prefill(batch, chunks)
+        chunks = cycle.plan.chunks
+        if cycle.prefilled is None:
+            batch = self.batches.prefill(chunks)
+            prefilled = self.verifier.prefill(batch, chunks)
+        else:
+            batch, prefilled = cycle.prefilled
         device = prefilled.logits.device
         last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
         logit_ends, row_ends = list(accumulate(prefilled.logit_rows)), list(accumulate(batch.counts))

@@ -18,13 +18,15 @@ struct Batch {
     const int64_t* req_pool_indices;   // [requests], rows of the page table
     const int64_t* kv_lens;            // [requests], slots read
     const int32_t* req_to_token;       // the page table, [max requests, table_width]
-    const uint8_t* visible;            // [requests, mask_rows, mask_columns], or null: causal
-    const int64_t* row_depths;         // [requests, mask_rows]
-    const int64_t* column_depths;      // [requests, mask_columns]
+    const uint8_t* visible;            // [masked, mask_rows, mask_columns]
+    const int64_t* row_depths;         // [masked, mask_rows]
+    const int64_t* column_depths;      // [masked, mask_columns]
     int32_t mask_rows, mask_columns;
+    int32_t masked;                    // the first requests, which have a tree mask; the others are causal
     int64_t table_width;
 
     const int32_t* slots(int request) const { return req_to_token + req_pool_indices[request] * table_width; }
+    bool is_masked(int request) const { return request < masked; }
 };
 
 // One layer of a KV pool: [slots, kv_heads, head_dim] each.
@@ -63,7 +65,7 @@ struct Lanes {
 };
 
 static bool sees(const Batch& batch, const Cache& cache, const Lanes& lanes, int lane, int request, int prefix, int column) {
-    if (!batch.visible || column < prefix) return column >= lanes.first[lane] && column < lanes.last[lane];
+    if (!batch.is_masked(request) || column < prefix) return column >= lanes.first[lane] && column < lanes.last[lane];
     int64_t place = (int64_t)request * batch.mask_rows + lanes.row[lane];
     int64_t offset = column - prefix;
     if (!batch.visible[place * batch.mask_columns + offset]) return false;
@@ -78,7 +80,8 @@ static void attend(
     const int q0 = batch.qo_indptr[request], q_len = batch.qo_indptr[request + 1] - q0;
     const int32_t* slots = batch.slots(request);
     const int kv_len = (int)batch.kv_lens[request];
-    const int prefix = batch.visible ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
+    const bool masked = batch.is_masked(request);
+    const int prefix = masked ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
 
     Lanes lanes;
     lanes.count = std::min(LANES, q_len * shared - block * LANES);
@@ -86,16 +89,16 @@ static void attend(
     lanes.full_from = lanes.end = 0;
     for (int lane = 0; lane < lanes.count; lane++) {
         int row = (block * LANES + lane) / shared;
-        int depth = batch.visible ? (int)batch.row_depths[(int64_t)request * batch.mask_rows + row] : row;
+        int depth = masked ? (int)batch.row_depths[(int64_t)request * batch.mask_rows + row] : row;
         lanes.row[lane] = row;
         lanes.head[lane] = kv_head * shared + (block * LANES + lane) % shared;
         lanes.position[lane] = prefix + depth;
         lanes.first[lane] = cache.window ? std::max(0, prefix + depth - cache.window + 1) : 0;
-        lanes.last[lane] = batch.visible ? prefix : prefix + row + 1;
+        lanes.last[lane] = masked ? prefix : prefix + row + 1;
         lanes.begin = std::min(lanes.begin, lanes.first[lane]);
         lanes.full_from = std::max(lanes.full_from, lanes.first[lane]);
         lanes.full_to = std::min(lanes.full_to, lanes.last[lane]);
-        lanes.end = std::max(lanes.end, batch.visible ? kv_len : lanes.last[lane]);
+        lanes.end = std::max(lanes.end, masked ? kv_len : lanes.last[lane]);
     }
 
     alignas(64) float queries[LARGEST_HEAD][LANES];  // transposed

@@ -145,7 +145,8 @@ struct Rows {
     Batch batch(const Requests& q, int mask_rows, int mask_columns) const {
         bool masked = !visible.empty();
         return {(int32_t)positions.size(), q.count, positions.data(), slots.data(), qo_indptr.data(), q.req_pool_indices, kv_lens.data(),
-                q.req_to_token, masked ? visible.data() : nullptr, row_depths.data(), column_depths.data(), mask_rows, mask_columns, q.table_width};
+                q.req_to_token, masked ? visible.data() : nullptr, row_depths.data(), column_depths.data(), mask_rows, mask_columns,
+                masked ? q.count : 0, q.table_width};
     }
 };
 

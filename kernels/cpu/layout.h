@@ -52,7 +52,7 @@ std::string layout() {
     }
     {
         using T = Batch;
-        text += described<T>("Batch", {FIELD(T, rows), FIELD(T, requests), FIELD(T, positions), FIELD(T, out_cache_loc), FIELD(T, qo_indptr), FIELD(T, req_pool_indices), FIELD(T, kv_lens), FIELD(T, req_to_token), FIELD(T, visible), FIELD(T, row_depths), FIELD(T, column_depths), FIELD(T, mask_rows), FIELD(T, mask_columns), FIELD(T, table_width)});
+        text += described<T>("Batch", {FIELD(T, rows), FIELD(T, requests), FIELD(T, positions), FIELD(T, out_cache_loc), FIELD(T, qo_indptr), FIELD(T, req_pool_indices), FIELD(T, kv_lens), FIELD(T, req_to_token), FIELD(T, visible), FIELD(T, row_depths), FIELD(T, column_depths), FIELD(T, mask_rows), FIELD(T, mask_columns), FIELD(T, masked), FIELD(T, table_width)});
     }
     {
         using T = Cache;

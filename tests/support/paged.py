@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.batches import prefill_batch
+from eagle_server.attention.batches import mixed_batch, mixed_layout, prefill_batch
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool, Pool
 
@@ -199,6 +199,13 @@ def _tree(world: World, rows: Sequence[int], prefixes: Sequence[int], mask: Tree
         columns.append(torch.cat([torch.arange(prefix), prefix + mask.column_depths[b]]))
     new = [(row, range(n - nodes, n)) for row, n in zip(rows, kv_lens, strict=True)]
     return Case(world, batch, new, visible, at, columns)
+
+
+def mixed(trees: Case, chunks: Case) -> Case:
+    """A verify forward and prompt chunks in one."""
+    batch = mixed_batch(trees.batch, chunks.batch, mixed_layout(trees.layout, chunks.layout))
+    parts = ("new", "visible", "row_positions", "column_positions")
+    return Case(trees.world, batch, *(getattr(trees, part) + getattr(chunks, part) for part in parts))
 
 
 def replay_with(batch: AttentionBatch, other: AttentionBatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
+from eagle_server.plan import Chunk
 from eagle_server.speculation.tree import Tree, without
-from eagle_server.worker.batch.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch, Prompts
 from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
 
@@ -74,22 +76,38 @@ def thinned(engine: Engine, seed: int = 0) -> Engine:
 
 
 class VerifiedRows:
-    """A `Target` that counts the rows of the verify forwards of an engine, and the rows of their logits."""
+    """A `Target` that counts the rows of the verify forwards of an engine, and the rows of their logits.
+
+    `mixed` counts the forwards that had prompts as well. Their rows are not counted.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.rows: list[int] = []
         self.logit_rows: list[int] = []
+        self.mixed = 0
         self._target, self._verifies = engine.worker.verifier.target, False
-        verifier, verify = engine.worker.verifier, engine.worker.verifier.verify
+        verifier = engine.worker.verifier
 
-        def watched(*given: Any) -> Any:
-            self._verifies = True
-            try:
-                return verify(*given)
-            finally:
-                self._verifies = False
+        def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*given: Any) -> Any:
+                self._verifies = True
+                try:
+                    return forward(*given)
+                finally:
+                    self._verifies = False
 
-        verifier.verify = watched  # type: ignore[method-assign]
+            return counted
+
+        verify_and_prefill = watched(verifier.mixed)
+
+        def mixed(batch: DecodeBatch, tree: Tree, prompts: PromptBatch, chunks: tuple[Chunk, ...]) -> Any:
+            verified, prefilled = verify_and_prefill(batch, tree, prompts, chunks)
+            self.mixed += 1
+            self.rows[-1] -= sum(prompts.counts)
+            self.logit_rows[-1] -= len(prefilled.logits)
+            return verified, prefilled
+
+        verifier.verify, verifier.mixed = watched(verifier.verify), mixed  # type: ignore[method-assign]
         verifier.target = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:

@@ -13,12 +13,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from eagle_server.attention.batches import MIXED_CHUNKS, parts_of
 from eagle_server.attention.flashinfer.scratch import LONG_ROWS, AttentionLimits, Mode, Scratch, TreeBlock, window_of
 from eagle_server.attention.flashinfer.wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
@@ -76,6 +77,8 @@ class FlashInferBackend(ABC):
         self.specs = tuple(dict.fromkeys(PlanSpec(*spec) for spec in specs))
         self._by_shape = any(spec.shape is not None for spec in self.specs)
         self.scratch = Scratch(limits, pool.keys[0].device)
+        # Of the chunks in mixed forwards.
+        self._chunks_scratch = Scratch(AttentionLimits(MIXED_CHUNKS, limits.kv_len), pool.keys[0].device)
         self._static: dict[Hashable, _StaticWrappers] = {}
         self._free: defaultdict[WrapperKind, list[Wrapper]] = defaultdict(list)
 
@@ -87,14 +90,21 @@ class FlashInferBackend(ABC):
     def make(self, kind: WrapperKind) -> Wrapper:
         """A new wrapper."""
 
-    def plan(self, layout: Layout) -> FlashInferPlan:
+    def plan(self, layout: Layout) -> FlashInferPlan | MixedPlan:
         """See `AttentionBackend.plan`.
 
         Raises:
             ValueError: the forward is larger than `limits`.
         """
-        self._check(layout)
-        batch, rows, limits = len(layout.q_lens), layout.q_len or 0, self.limits
+        if not layout.chunks:
+            return self._plan(layout, self.limits, self.scratch)
+        trees, chunks = layout.parts
+        eager = AttentionLimits(MIXED_CHUNKS, self.limits.kv_len)
+        return MixedPlan(self._plan(trees, self.limits, self.scratch), self._plan(chunks, eager, self._chunks_scratch))
+
+    def _plan(self, layout: Layout, limits: AttentionLimits, scratch: Scratch) -> FlashInferPlan:
+        _check(layout, limits)
+        batch, rows = len(layout.q_lens), layout.q_len or 0
         static = batch in limits.graph_batches and rows in limits.graph_rows
         modes = tuple(self.mode(layout, spec.window) for spec in self.specs)
         both = zip(self.specs, modes, strict=True)
@@ -109,9 +119,9 @@ class FlashInferBackend(ABC):
                 shared = self._static[key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
             shared.plans += 1
             wrappers = shared.wrappers
-        for wrapper, (lengths, slots) in zip(wrappers, _plan_inputs(self.scratch, layout, modes), strict=True):
+        for wrapper, (lengths, slots) in zip(wrappers, _plan_inputs(scratch, layout, modes), strict=True):
             wrapper.plan(lengths, slots)
-        plan = FlashInferPlan(self, layout, modes, wrappers, key, shared)
+        plan = FlashInferPlan(self, scratch, layout, (modes, wrappers), key, shared)
         if key is None:
             for kind, wrapper in zip(kinds, wrappers, strict=True):
                 weakref.finalize(plan, self._free[kind].append, wrapper).atexit = False
@@ -144,15 +154,16 @@ class FlashInferBackend(ABC):
                 return free.pop(i)
         return self.make(kind)
 
-    def _check(self, layout: Layout) -> None:
-        batch, longest, limits = len(layout.q_lens), max(layout.kv_lens), self.limits
-        if batch > limits.batch or longest > limits.kv_len:
-            raise ValueError(
-                f"a forward of {batch} requests over up to {longest} slots: buffers were made for {limits.batch} "
-                f"requests of {limits.kv_len}"
-            )
-        if layout.mask_width is not None and layout.q_len is None:
-            raise ValueError(f"under a tree mask all requests have as many rows, not {layout.q_lens}")
+
+def _check(layout: Layout, limits: AttentionLimits) -> None:
+    batch, longest = len(layout.q_lens), max(layout.kv_lens)
+    if batch > limits.batch or longest > limits.kv_len:
+        raise ValueError(
+            f"a forward of {batch} requests over up to {longest} slots: buffers were made for {limits.batch} "
+            f"requests of {limits.kv_len}"
+        )
+    if layout.mask_width is not None and layout.q_len is None:
+        raise ValueError(f"under a tree mask all requests have as many rows, not {layout.q_lens}")
 
 
 @dataclass
@@ -169,14 +180,14 @@ class FlashInferPlan:
     def __init__(
         self,
         backend: FlashInferBackend,
+        scratch: Scratch,
         layout: Layout,
-        modes: tuple[Mode, ...],
-        wrappers: tuple[Wrapper, ...],
+        computed: tuple[tuple[Mode, ...], tuple[Wrapper, ...]],
         graph_key: Hashable | None,
         shared: _StaticWrappers | None,
     ) -> None:
-        self.backend, self.layout, self.modes, self.wrappers = backend, layout, modes, wrappers
-        self.graph_key = graph_key
+        self.backend, self.scratch, self.layout, self.graph_key = backend, scratch, layout, graph_key
+        self.modes, self.wrappers = computed
         self._static, self._plan = shared, shared.plans if shared else 0
         self._bound = False
         self._window: Tensor | None = None  # slots of a cascade's window, int64 [bs, W]
@@ -190,22 +201,24 @@ class FlashInferPlan:
                 "planned together need layouts that differ, as draft steps do in `num_visible`"
             )
         self._bound = True
-        backend = self.backend
-        if batch.keeps_slots and backend.scratch.owner is not self.token:
+        scratch = self.scratch
+        if batch.keeps_slots and scratch.owner is not self.token:
             raise RuntimeError("another forward was bound meanwhile, so the slots are no longer in place")
-        backend.scratch.owner = self.token
+        scratch.owner = self.token
         expected = Causal if self.layout.mask_width is None else TreeMask
         if not isinstance(batch.mask, expected):
             raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
         if not batch.keeps_slots:
             self._window = None
             for mode in dict.fromkeys(self.modes):
-                backend.scratch.write_slots(mode, batch)
+                scratch.write_slots(mode, batch)
         tree = None
         if isinstance(batch.mask, TreeMask):
-            slidings = [spec.window for spec, mode in zip(backend.specs, self.modes, strict=True) if mode == "mask"]
+            slidings = [
+                spec.window for spec, mode in zip(self.backend.specs, self.modes, strict=True) if mode == "mask"
+            ]
             for sliding in dict.fromkeys(slidings):
-                backend.scratch.write_mask(batch, batch.mask, sliding)
+                scratch.write_mask(batch, batch.mask, sliding)
             if "cascade" in self.modes:
                 self._window = window_of(batch, batch.mask) if self._window is None else self._window
                 tree = TreeBlock(self._window, batch.mask.visible)
@@ -213,12 +226,30 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True)
+class MixedPlan:
+    """See `AttentionPlan`. Trees and prompt chunks are planned apart, and only their attention is computed apart."""
+
+    trees: FlashInferPlan
+    chunks: FlashInferPlan
+    graph_key: ClassVar[None] = None
+
+    def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
+        """See `AttentionPlan.bind`."""
+        trees, chunks = parts_of(batch)
+        bound = self.trees.bind(trees)
+        return replace(
+            bound, out_cache_loc=batch.out_cache_loc, chunks=self.chunks.bind(chunks), recurrent=batch.recurrent
+        )
+
+
+@dataclass(frozen=True)
 class BoundFlashInfer(BoundAttention):
-    """See `BoundAttention`."""
+    """See `BoundAttention`. `chunks`: the last rows, which are computed apart; `out_cache_loc` has them as well."""
 
     plan: FlashInferPlan
     out_cache_loc: Tensor
     tree: TreeBlock | None
+    chunks: BoundFlashInfer | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
@@ -237,8 +268,11 @@ class BoundFlashInfer(BoundAttention):
 
     def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.attend`."""
+        if self.chunks is not None:
+            trees, chunks = q.tensor_split([len(q) - len(self.chunks.out_cache_loc)])
+            return torch.cat([replace(self, chunks=None).attend(trees, layer), self.chunks.attend(chunks, layer)])
         backend, pool = self.plan.backend, self.plan.backend.pool
-        if backend.scratch.owner is not self.plan.token:
+        if self.plan.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
         keys, values = pool.keys[layer.index], pool.values[layer.index]
         spec = backend.spec_of(layer)

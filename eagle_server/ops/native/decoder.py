@@ -84,13 +84,13 @@ class NativeRows:
             out_cache_loc: int64 [rows], the slots of the rows.
             qo_indptr: int32 [bs + 1].
             requests: req_pool_indices and kv_lens, int64 [bs], and req_to_token, int32.
-            mask: visible, row_depths and column_depths of a `TreeMask`; None: causal.
+            mask: visible, row_depths and column_depths of a `TreeMask` of the first requests; None: all are causal.
         """
         given = [each.contiguous() for each in (out_cache_loc, qo_indptr, *requests, *(mask or ()))]
         assert [each.dtype for each in given] == _ROWS_DTYPES[: len(given)]
         self.caches, self._tensors = caches, given  # keeps them alive
         pointers = [pointer(each) for each in given] + [None] * (len(_ROWS_DTYPES) - len(given))
-        sizes = mask[0].shape[1:] if mask is not None else (0, 0)
+        sizes = (*mask[0].shape[1:], len(mask[0])) if mask is not None else (0, 0, 0)
         self.struct = BatchStruct(len(out_cache_loc), len(qo_indptr) - 1, None, *pointers, *sizes, requests[2].shape[1])
 
     def attend(self, q: Tensor, kv: tuple[Tensor, Tensor] | None, layer: int, shape: AttentionShape) -> Tensor:

@@ -34,6 +34,7 @@ class BatchStruct(Structure):
         ("column_depths", c_void_p),
         ("mask_rows", c_int32),
         ("mask_columns", c_int32),
+        ("masked", c_int32),
         ("table_width", c_int64),
     )
 

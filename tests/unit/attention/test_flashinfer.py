@@ -18,12 +18,12 @@ from eagle_server.attention.flashinfer.forward import FlashInferBackend
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.interface import AttentionBackend, LayerSpec
-from eagle_server.attention.torch_native import torch_native
+from eagle_server.attention.torch_native import TorchNativeAttention, torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation
-from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
+from tests.support.paged import CPU, Case, World, causal, draft_step, mixed, replay_with, verify
 
 TOLERANCE = 1e-5
 LAYERS = ((0.37, 0), (0.37, 5), (0.2, 0), (0.37, 0))  # scale and sliding window; the last is like the first
@@ -48,7 +48,12 @@ TREES: dict[str, Callable[[World], Case]] = {
     "a later draft step": lambda w: draft_step(w, [4, 1], [20, 1], 2),
     "a draft step of an odd batch": lambda w: draft_step(w, [4, 1, 3], [20, 1, 8], 1),
 }
-PHASES = CAUSAL | TREES
+MIXED: dict[str, Callable[[World], Case]] = {
+    "trees and chunks": lambda w: mixed(verify(w, [0, 2], [0, 9]), causal(w, [5, 1, 3], [9, 1, 14], [9, 7, 30])),
+    "chains and a chunk": lambda w: mixed(causal(w, [0, 2], [3, 3], [17, 4]), causal(w, [1], [47], [48])),
+    "roots and a row": lambda w: mixed(causal(w, [4, 2, 0], [1, 1, 1], [1, 40, 16]), causal(w, [3], [1], [1])),
+}
+PHASES = CAUSAL | TREES | MIXED
 MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "per_node": ("mask", "per_node")}
 
 
@@ -92,6 +97,7 @@ def latent_world() -> World:
 
 BACKENDS: dict[str, Callable[[World], AttentionBackend]] = {
     "torch_native": lambda w: torch_native(w.pool),
+    "torch_native without a compiler": lambda w: TorchNativeAttention(w.pool),
     **{
         f"flashinfer, {modes}, {name}": lambda w, limits=limits, modes=modes: flashinfer(w, limits, modes).backend  # type: ignore[misc]
         for modes in MODES

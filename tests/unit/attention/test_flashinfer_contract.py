@@ -28,7 +28,7 @@ from eagle_server.ops.tree.mask import pack_tree_mask
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.flashinfer_log import parameters
 from tests.support.flashinfer_real import CUSTOM, Kernels, packbits, real_flashinfer, replace_kernels
-from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
+from tests.support.paged import CPU, Case, World, causal, draft_step, mixed, replay_with, verify
 
 LAYERS = ((0.37, 0), (0.37, 5), (0.37, 5), (0.37, 0))
 LIMITS = AttentionLimits(6, 48, graph_batches=(1, 2, 4), graph_rows=(1, 3, 7))
@@ -46,6 +46,7 @@ PHASES: dict[str, Callable[[World], Case]] = {
     "decoding, an odd batch": lambda w: causal(w, [0, 1, 2], [1] * 3, [1, 40, 16]),
     "trees": lambda w: verify(w, [0, 2, 4, 5], [0, 9, 37, 16]),
     "trees, an odd batch": lambda w: verify(w, [5, 1, 0], [3, 1, 41]),
+    "trees and chunks": lambda w: mixed(verify(w, [0, 2], [0, 9]), causal(w, [5, 1, 3], [9, 1, 14], [9, 7, 30])),
     "a draft step": lambda w: draft_step(w, [4, 1], [20, 1], 2),
     "a draft step of an odd batch": lambda w: draft_step(w, [4, 1, 3], [20, 1, 8], 1),
 }
