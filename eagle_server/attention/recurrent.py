@@ -188,9 +188,8 @@ class MixedRows(RecurrentRows):
         return None if trees is None or prompts is None else (trees[0], [*trees[1], *prompts[1]])
 
     def run(self, x: Tensor, gates: Tensor, layer: RecurrentLayer) -> Tensor:
-        rows, rates = x.tensor_split([self.nodes]), gates.tensor_split([self.nodes])
-        both = (self.trees, self.prompts)
-        return torch.cat([part.run(*inputs, layer) for part, *inputs in zip(both, rows, rates, strict=True)])
+        nodes = self.trees.run(x[: self.nodes], gates[: self.nodes], layer)
+        return torch.cat([nodes, self.prompts.run(x[self.nodes :], gates[self.nodes :], layer)])
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,24 @@
 """The record of one cycle, and output processing: from the record to what each scheduled request gets.
 
-One copy brings tokens, trees and what the budget learns from to the host. Log-probabilities, if a request asks for
-them, are copied after it.
+One copy brings tokens, log-probabilities, trees and what the budget learns from to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from eagle_server.ops.device import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Failure, SequenceOutput
 from eagle_server.request import DraftTree, FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
+from eagle_server.worker import logprobs
 from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.batch.draft_tree import draft_tree
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.clock import StageClock
-from eagle_server.worker.host import HostCopy, is_finite, leading_finite, logprobs_to_host, to_host
+from eagle_server.worker.host import HostCopy, is_finite, leading_finite, to_host
 from eagle_server.worker.verifier import Prefilled
 
 NOT_FINITE = Failure(
@@ -68,8 +66,8 @@ class Cycle:
     estimated: Tree | None = None  # their trees as proposed, with corrected scores; None: there are none
     tree: Tree = field(init=False)  # of all decodes; later as they are verified
 
-    # Verification. If nothing is restricted and no request wants logprobs, `logits` are not read by the host, so the
-    # next forward may overwrite them.
+    # Verification. Unless something is restricted, `logits` are not read after `start_copy`: the next forward may
+    # overwrite them.
     logits: Tensor = field(init=False)  # float32 [n, vocab], of the computed nodes
     restricted: bool = False  # grammars or sampling parameters may have excluded tokens
     accepted: Accepted = field(init=False)
@@ -106,6 +104,8 @@ class Cycle:
             accepted, tree, estimated = self.accepted, self.tree, self.estimated
             tensors |= {"path": accepted.path, "tokens": accepted.tokens, "drafted": accepted.drafted}
             tensors["finite"] = accepted.finite
+            if any(decode.sampling.params.logprobs is not None for decode in self.plan.decodes):
+                tensors |= logprobs.of_decodes(self.plan.decodes, self.logits, tree, accepted)
             returns_trees = any(decode.trees for decode in self.plan.decodes)
             if returns_trees or (self.is_lesson and estimated is not None):
                 tensors |= {"nodes": tree.tokens, "parents": tree.parents}
@@ -119,12 +119,14 @@ class Cycle:
                         tensors["proposed"] = tree.proposed
         if self.drawn is not None:
             tensors |= {"first_tokens": self.drawn.tokens, "first_finite": self.drawn.finite}
+            if any(chunk.prompt_logprobs or chunk.sampling.params.logprobs is not None for chunk in self.plan.chunks):
+                tensors |= logprobs.of_chunks(self.plan.chunks, self.drawn.logits, self.drawn.tokens)
         self.host = HostCopy(tensors)
 
     def outputs(self) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...]]:
         """The outputs of the plan's chunks and decodes, in its order.
 
-        Waits for the copy. Log-probabilities and failures wait for all of the device's work.
+        Waits for the copy. Failures under restrictions wait for all of the device's work.
         """
         return self._chunks(), self._decodes()
 
@@ -132,20 +134,29 @@ class Cycle:
         if not self.plan.decodes:
             return ()
         paths, tokens, drafted, finite = self.host.lists("path", "tokens", "drafted", "finite")
-        out, roots, logits = [], _root_rows(self.tree), self.logits
+        out, known, place = [], self._logprobs("decoded"), 0
         for number, decode in enumerate(self.plan.decodes):  # the batch may have padding after them
-            path = [node for node in paths[number] if node >= 0]
-            rows = [roots[number] + node for node in path]  # a request's nodes have consecutive rows
-            failed = None
+            path, failed = [node for node in paths[number] if node >= 0], None
             if not finite[number]:  # the tokens before the failure are valid
                 good = leading_finite(self.accepted.scores[number], path)
-                failed = _failure(decode, logits, rows[good]) if self.restricted else NOT_FINITE
-                rows = rows[:good]
-            kept = tokens[number][: len(rows)]
-            logprobs = _logprobs(logits, rows, kept, decode.sampling.params.logprobs)
+                failed = self._failure(number, path[good]) if self.restricted else NOT_FINITE
+                path = path[:good]
+            kept = tokens[number][: len(path)]
+            ranked, count = tuple[TokenLogprob, ...](), decode.sampling.params.logprobs
+            if known is not None and count is not None:
+                ranked = known.at(place, kept, count)
+                place += len(paths[number])
             tree = self._draft_tree(number, paths[number], kept) if decode.trees else None
-            out.append(SequenceOutput(tuple(kept), drafted[number], logprobs, failed=failed, tree=tree))
+            out.append(SequenceOutput(tuple(kept), drafted[number], ranked, failed=failed, tree=tree))
         return tuple(out)
+
+    def _logprobs(self, kind: logprobs.Kind) -> logprobs.HostLogprobs | None:
+        """None: no request wants some."""
+        return logprobs.HostLogprobs.of(self.host, kind) if f"{kind}_logprob" in self.host else None
+
+    def _failure(self, number: int, node: int) -> Failure:
+        row = to_host(self.tree.retrive_index[number, node])[0]
+        return _failure(self.plan.decodes[number], self.logits, row)
 
     def _draft_tree(self, number: int, path: list[int], kept: list[int]) -> DraftTree:
         nodes, parents = (each[number] for each in self.host.lists("nodes", "parents"))
@@ -158,33 +169,26 @@ class Cycle:
             return ()
         out, last, start = [], 0, 0
         tokens, finite = self.host.lists("first_tokens", "first_finite")
-        logits = self.drawn.logits
+        logits, known = self.drawn.logits, self._logprobs("prompt")
         for chunk, count in zip(self.plan.chunks, self.drawn.logit_rows, strict=True):
             sampled: tuple[int, ...] = ()
-            logprobs = prompt_logprobs = tuple[TokenLogprob, ...]()
+            ranked = prompt_ranked = tuple[TokenLogprob, ...]()
             failed = None
             if chunk.next_token is None:
                 newest = start + count - 1
                 if finite[last][0]:
                     sampled = tuple(tokens[last])
-                    logprobs = _logprobs(logits, [newest], sampled, chunk.sampling.params.logprobs)
+                    alternatives = chunk.sampling.params.logprobs
+                    if known is not None and alternatives is not None:
+                        ranked = known.at(newest, sampled, alternatives)
                 else:
                     failed = _failure(chunk, logits, newest)
                 last += 1
-            if chunk.prompt_logprobs:
-                rows = range(start, start + len(chunk.following))
-                alternatives = chunk.sampling.params.logprobs or 0
-                prompt_logprobs = _logprobs(logits, rows, chunk.following, alternatives)
+            if known is not None and chunk.prompt_logprobs:
+                prompt_ranked = known.at(start, chunk.following, chunk.sampling.params.logprobs or 0)
             start += count
-            out.append(SequenceOutput(sampled, 0, logprobs, prompt_logprobs, failed))
+            out.append(SequenceOutput(sampled, 0, ranked, prompt_ranked, failed))
         return tuple(out)
-
-
-def _root_rows(tree: Tree) -> Sequence[int]:
-    """The row of each request's root."""
-    if tree.counts is None:
-        return range(0, tree.parents.numel(), tree.size)
-    return to_host(tree.retrive_index[:, 0])[0]  # type: ignore[no-any-return]
 
 
 def _failure(scheduled: Decode | Chunk, logits: Tensor, row: int) -> Failure:
@@ -195,12 +199,3 @@ def _failure(scheduled: Decode | Chunk, logits: Tensor, row: int) -> Failure:
     if matcher is None or matcher.failure is None:
         return NONE_ALLOWED
     return Failure(FinishReason.REFUSED, matcher.failure)
-
-
-def _logprobs(
-    logits: Tensor, rows: Sequence[int], tokens: Sequence[int], count: int | None
-) -> tuple[TokenLogprob, ...]:
-    if count is None or not rows:
-        return ()
-    chosen = logits.index_select(0, upload(rows, logits.device))
-    return logprobs_to_host(chosen, upload(tokens, logits.device), count)

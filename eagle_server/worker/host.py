@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.device import has_streams
-from eagle_server.request import TokenLogprob
 
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
@@ -81,13 +80,3 @@ def leading_finite(values: Tensor, places: Sequence[int]) -> int:
     """How many of `values` at these places are finite before the first that is not."""
     finite = values[list(places)].isfinite().tolist()
     return len(finite) if all(finite) else finite.index(False)
-
-
-def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprob, ...]:
-    """Raw log-probabilities of tokens int64 [n] under logits float32 [n, vocab], with `count` alternatives each."""
-    logp = logits.log_softmax(-1)
-    chosen = logp.gather(1, tokens[:, None])[:, 0].tolist()
-    count = min(count, logits.shape[-1])
-    best, ids = logp.topk(count, dim=-1)
-    alternatives = [list(zip(i, b, strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)]
-    return tuple(TokenLogprob(*entry) for entry in zip(tokens.tolist(), chosen, alternatives, strict=True))

@@ -160,7 +160,7 @@ class Worker:
             return
         if all(decode.tokens_left == 1 for decode in plan.decodes):
             return
-        if cycle.restricted or any(decode.sampling.params.logprobs is not None for decode in plan.decodes):
+        if cycle.restricted:
             return
         own, after = StageClock(self.batches.device), cycle.batch.after(cycle.accepted)
         with own.stage("verify"):
