@@ -114,9 +114,7 @@ def test_a_request_that_takes_the_row_of_another_gets_its_own(length: int) -> No
 
 
 @pytest.mark.parametrize("reads", [{"logprobs": 2}, {"frequency_penalty": 0.5}, {"logit_bias": ((3, 1.0),)}])
-def test_no_forward_runs_ahead_while_logits_are_to_be_read(
-    reads: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_the_host_reads_are_not_overwritten(reads: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [REQUESTS[0], request(1, range(3, 20), max_tokens=40, ignore_eos=True, **reads)]
     outcomes = []
     for overlaps in (True, False):
