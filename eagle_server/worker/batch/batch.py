@@ -193,7 +193,9 @@ class Batches:
         if not budget.drafting or budget.nodes == 1:
             return None
         if len(budget.drafting) < len(batch.decodes):
-            batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
+            size = len(batch.seq_lens_host)  # the shape was captured for the size of the whole batch
+            some = [batch.decodes[i] for i in budget.drafting]
+            batch = self.decode(some, drafting=True, size=size if size in self.sizes else 0)
         return replace(
             batch,
             ranking=self._ranking(batch),
@@ -251,9 +253,12 @@ class Batches:
         pairs = prompt_batch(pieces, rows.attention.req_to_token, given)
         return Prompts(chunks, rows, PromptFeatures(pairs, kept[0] if len(kept) == 1 else torch.cat(kept)))
 
-    def decode(self, decodes: Sequence[Decode], *, drafting: bool = False) -> DecodeBatch:
-        """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's."""
-        padding = self._padded_size(len(decodes)) - len(decodes)
+    def decode(self, decodes: Sequence[Decode], *, drafting: bool = False, size: int = 0) -> DecodeBatch:
+        """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's.
+
+        size: with padding; 0: the smallest that a graph was captured for.
+        """
+        padding = (size or self._padded_size(len(decodes))) - len(decodes)
         extend_lens = self.accepted_tokens.counts(decodes) + (1,) * padding
         seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
         indices = [d.req_pool_index for d in decodes] + [self.pad_row] * padding
