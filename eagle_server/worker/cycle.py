@@ -6,6 +6,7 @@ them, are copied after it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,7 @@ class Cycle:
 
     plan: CyclePlan
     clock: StageClock
+    began: float = field(default_factory=time.perf_counter)
 
     # The batch and its budget.
     batch: DecodeBatch = field(init=False)
@@ -81,6 +83,11 @@ class Cycle:
     predicted_seconds: float = 0.0  # of decoding, by the cost model
 
     host: HostCopy = field(init=False)
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """{}: this cycle is not measured."""
+        return self.clock.seconds() if self.clock.is_measured else {}
 
     @property
     def steps(self) -> int:
