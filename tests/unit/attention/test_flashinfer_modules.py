@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,12 @@ import torch
 
 from eagle_server.attention.flashinfer import backend as backend_module
 from eagle_server.attention.flashinfer import mla as flashinfer_mla
-from eagle_server.attention.flashinfer.modules import MissingModuleError, warn_of_another_toolkit, why_not_loaded
+from eagle_server.attention.flashinfer.modules import (
+    MissingModuleError,
+    warn_of_another_toolkit,
+    warn_of_fa2,
+    why_not_loaded,
+)
 from eagle_server.config import DEMO_TARGET, ConfigError, parse_args
 from eagle_server.engine.assembly import backends, devices
 from eagle_server.engine.assembly import from_config as build
@@ -117,9 +123,11 @@ def test_fa2_computes_what_fa3_would_where_fa3_cannot_be_loaded(
     read: Callable[[], ModelConfig], preferred: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = read()
+    warn_of_fa2.cache_clear()
     backends.load_kernels(model, CPU, Emulation())
     assert not caplog.messages
-    backends.load_kernels(model, CPU, failing(MissingJITCacheError("prefill_sm90"), preferred))
+    for _ in range(2):  # it is said once per process
+        backends.load_kernels(model, CPU, failing(MissingJITCacheError("prefill_sm90"), preferred))
     (warning,) = caplog.messages
     assert "prefill_sm90" in warning and "fa2" in warning
 
@@ -203,6 +211,19 @@ def test_only_the_fused_operations_of_the_model_are_loaded(
     rotates = {"apply_rope_with_cos_sin_cache_inplace"} if read is deepseek else set[str]()
     assert seen == {"rmsnorm", "fused_add_rmsnorm", "silu_and_mul"} | rotates
     assert normed == sizes
+
+
+@pytest.mark.deep  # needs FlashInfer's Python code
+def test_flashinfer_does_not_say_of_each_plan_which_kernels_are_for_other_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real_flashinfer()
+    from flashinfer.jit.core import logger
+
+    for level, kept in ((logging.INFO, logging.WARNING), (logging.DEBUG, logging.DEBUG)):  # DEBUG was asked for
+        monkeypatch.setattr(logger, "level", level)
+        backend_module.flashinfer_module()
+        assert logger.level == kept
 
 
 @pytest.mark.deep  # needs FlashInfer's Python code
