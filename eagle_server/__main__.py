@@ -190,6 +190,9 @@ def described(resolved: Mapping[str, Any]) -> list[str]:
     on = device["device"]
     if on == "cpu":
         on += f", threads: {device['cpu_threads']}, kernels: {device['cpu_kernels']}"
+    else:
+        graphs = "with" if device["cuda_graph_batch_sizes"] else "without"
+        on += f", attention: {device['attention_backend']}, {graphs} CUDA graphs"
     saved = cache.get("state_checkpoints", 0)
     return [
         f"model       {model['architecture']}, {weights}, on {on}",

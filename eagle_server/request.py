@@ -261,6 +261,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     `waiting_clients` counts the clients with waiting requests. `longest_wait` is the longest time that one of these
     requests has waited. `waiting` also counts requests whose grammars are being compiled; the other two do not.
+    `stage_seconds` is the sum over the `measured_cycles`: all cycles on a CPU, some on a GPU.
     `speculation` is sent from time to time; None: it has not changed, or trees do not follow the load.
     `draft_warning`: hardly any draft was accepted, see `FirstDrafts`; None: enough was, or there was too little to see.
     """
@@ -277,13 +278,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafted_tokens: int
     accepted_tokens: int
     preemptions: int
+    measured_cycles: int
     stage_seconds: dict[str, float]
     speculation: SpeculationState | None = None
     draft_warning: str | None = None
 
 
 class CycleStats(msgspec.Struct, kw_only=True):
-    """Statistics of one cycle. `seconds` is the whole cycle, `stage_seconds` its stages.
+    """Statistics of one cycle. `seconds` is the whole cycle, `stage_seconds` its stages; {}: not measured.
 
     `verified` has one (drafted, accepted) for every decode, counted as in SpecStats; (0, 0) means no draft. `computed`
     counts the prompt tokens that the target computed in this cycle. `prompt_tokens` counts all prompt tokens of the

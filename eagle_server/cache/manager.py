@@ -15,6 +15,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import Match, RadixCache, bigrams
 from eagle_server.plan import NO_MOVES, StateMoves, StateSave
 
+SPARE_SHARE = 10  # requests get spare slots while a tenth of the pool is available beside them
 LEAST_BETWEEN = 16  # tokens between two checkpoints of a text: each takes the memory of more than a hundred tokens' KV
 
 
@@ -23,6 +24,7 @@ class KVAllocation:
     """The pages of one request, in position order.
 
     req_pool_index: the request's row of req_to_token.
+    needed: the number of pages that were asked for. The rest are spare: they are given back when others need them.
     shared: the number of leading pages that belong to the prefix cache.
     node: the locked end of these pages in the prefix cache; None if the request does not share.
     salt: it shares with requests of the same salt only.
@@ -31,10 +33,15 @@ class KVAllocation:
 
     req_pool_index: int
     pages: list[int]
+    needed: int
     shared: int
     node: Node | None
     salt: str | None = None
     checkpoints: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def spare(self) -> int:
+        return len(self.pages) - self.needed
 
 
 class KVCacheManager:
@@ -54,13 +61,18 @@ class KVCacheManager:
         self.page_size = allocator.page_size
         self.allocations: set[KVAllocation] = set()
         self.owned_pages = 0  # pages in allocations that do not belong to the prefix cache
+        self.spare_pages = 0  # of these, pages that no request needs yet
         self._on_free = on_free
         self._saves: list[StateSave] = []
         self._restores: list[tuple[int, int]] = []
 
     @property
     def available_pages(self) -> int:
-        """Free pages, and cached pages that no request uses."""
+        """Free pages, spare pages, and cached pages that no request uses."""
+        return self._unowned_pages + self.spare_pages
+
+    @property
+    def _unowned_pages(self) -> int:
         return self.allocator.free_pages + (self.radix.evictable_pages if self.radix else 0)
 
     def pages_for(self, positions: int) -> int:
@@ -88,7 +100,8 @@ class KVCacheManager:
             if missing + reserve > self.available_pages:  # the matched pages cannot be evicted now
                 self.radix.unlock(node)
                 return None
-        allocation = KVAllocation(self.table.take_row(), pages + self._take(missing), len(pages), node, salt)
+        pages = pages + self._take(missing)
+        allocation = KVAllocation(self.table.take_row(), pages, len(pages), len(pages) - missing, node, salt)
         self.table.assign(allocation.req_pool_index, 0, allocation.pages)
         self.allocations.add(allocation)
         if node is not None and node.checkpoint is not None and self.radix is not None and self.radix.checkpoints:
@@ -96,16 +109,28 @@ class KVCacheManager:
             self._restores.append((node.checkpoint, allocation.req_pool_index))
         return allocation
 
-    def grow(self, allocation: KVAllocation, positions: int) -> bool:
-        """Extend the allocation to `positions` slots. False if pages are lacking; nothing has changed then."""
-        missing = self.pages_for(positions) - len(allocation.pages)
-        if missing <= 0:
-            return True
-        if missing > self.available_pages:
+    def holds(self, allocation: KVAllocation, positions: int) -> bool:
+        """Whether the allocation has so many slots, spare ones included: then the page table does not change."""
+        return self.pages_for(positions) <= len(allocation.pages)
+
+    def grow(self, allocation: KVAllocation, positions: int, spare: int = 0) -> bool:
+        """Extend the allocation to `positions` slots. False if pages are lacking; nothing has changed then.
+
+        It gets up to `spare` slots more, so that the page table changes less often. They count as available.
+        """
+        grown = max(0, self.pages_for(positions) - allocation.needed)
+        if grown > self.available_pages:
             return False
-        pages = self._take(missing)
-        self.table.assign(allocation.req_pool_index, len(allocation.pages), pages)
-        allocation.pages.extend(pages)
+        self.spare_pages -= allocation.spare
+        allocation.needed += grown
+        missing = max(0, allocation.needed - len(allocation.pages))
+        room = self._unowned_pages - missing - self.allocator.num_pages // SPARE_SHARE
+        more = self.pages_for(positions + spare) - max(allocation.needed, len(allocation.pages))
+        pages = self._take(missing + max(0, min(more, room)))
+        if pages:
+            self.table.assign(allocation.req_pool_index, len(allocation.pages), pages)
+            allocation.pages.extend(pages)
+        self.spare_pages += allocation.spare
         return True
 
     def publish(self, allocation: KVAllocation, tokens: Sequence[int], written: int, *, proven: bool = False) -> None:
@@ -150,6 +175,7 @@ class KVCacheManager:
             self.give_up_state(allocation, length)
         private = allocation.pages[allocation.shared :]
         self.owned_pages -= len(private)
+        self.spare_pages -= allocation.spare
         if self.radix is not None and locked is not None:
             self.radix.unlock(locked)
             if suspect:
@@ -199,7 +225,7 @@ class KVCacheManager:
     def sole_pages(self, allocation: KVAllocation) -> int:
         """How many pages become available when this request ends: those that no other request uses."""
         cached = 0 if self.radix is None or allocation.node is None else self.radix.sole_pages(allocation.node)
-        return len(allocation.pages) - allocation.shared + cached
+        return allocation.needed - allocation.shared + cached
 
     def clear(self) -> None:
         """Evict every cached page that no request uses."""
@@ -216,6 +242,8 @@ class KVCacheManager:
         free, total = self.allocator.free_pages, self.allocator.num_pages
         if free + cached + self.owned_pages != total:
             raise AssertionError(f"page leak: {free} free, {cached} cached, {self.owned_pages} in use of {total}")
+        if not 0 <= self.spare_pages <= self.owned_pages:
+            raise AssertionError(f"{self.spare_pages} of {self.owned_pages} pages in use are spare")
         if not self.allocations and (self.owned_pages or evictable < cached or self.table.free_rows < self.table.rows):
             raise AssertionError(f"no request is left, but {self.owned_pages} pages or a lock or a row")
         checkpoints = None if self.radix is None else self.radix.checkpoints
@@ -228,6 +256,8 @@ class KVCacheManager:
         self.check_counts()
         used = [page for allocation in self.allocations for page in allocation.pages[allocation.shared :]]
         assert len(used) == self.owned_pages
+        assert all(allocation.spare >= 0 for allocation in self.allocations)
+        assert self.spare_pages == sum(allocation.spare for allocation in self.allocations)
         if self.radix is not None:
             self.radix.check()
             used.extend(self.radix.pages())
@@ -263,11 +293,23 @@ class KVCacheManager:
                 self.radix.hold_checkpoint(node, end, row, allocation.salt)
 
     def _take(self, count: int) -> list[int]:
-        """Pages for an allocation; `available_pages` must be enough."""
+        """Pages for an allocation; `available_pages` must be enough. Spare pages are taken back last."""
+        if count > self._unowned_pages:
+            self._take_back()
         if count > self.allocator.free_pages and self.radix is not None:
             self._free(self.radix.evict(count - self.allocator.free_pages))
         self.owned_pages += count
         return self.allocator.allocate(count)
+
+    def _take_back(self) -> None:
+        """Free all spare pages. Requests do not read their slots, so the page table may keep them."""
+        spare = list[int]()
+        for allocation in self.allocations:
+            spare += allocation.pages[allocation.needed :]
+            del allocation.pages[allocation.needed :]
+        self.owned_pages -= len(spare)
+        self.spare_pages = 0
+        self._free(sorted(spare))
 
     def _free(self, pages: list[int]) -> None:
         self.allocator.free(pages)

@@ -75,7 +75,9 @@ class ModelSection(Section):
         "after it; auto: recognized from the chat template, none if unknown; none: thinking stays in the content",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="data type of weights and KV; auto: the checkpoint's"
+        default="auto",
+        description="data type of weights and KV; auto: the checkpoint's, but bfloat16 for "
+        "float32 on a GPU that FlashInfer can serve it on",
     )
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
         default=None,

@@ -54,6 +54,7 @@ class Engine:
         self._ready, self._grammars, self._publisher = ready, grammars, publisher
         self._compiling: dict[str, tuple[Request, Future[CompiledGrammar]]] = {}
         self._outbox: list[TokenDelta] = []
+        self._measured_cycles = 0
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._cycle: CycleStats | None = None
         self._state_due = 0.0
@@ -167,6 +168,7 @@ class Engine:
             with self._cores:
                 result = self.worker.run(plan, meanwhile)
             deltas.extend(self.scheduler.commit(result))
+            self._measured_cycles += bool(result.stage_seconds)
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
             self._cycle = self.scheduler.cycle
@@ -208,6 +210,7 @@ class Engine:
             drafted_tokens=totals.drafted,
             accepted_tokens=totals.accepted,
             preemptions=totals.preemptions,
+            measured_cycles=self._measured_cycles,
             stage_seconds=dict(self._stages),
             speculation=self._speculation(),
             draft_warning=None if first_drafts is None else first_drafts.warning,

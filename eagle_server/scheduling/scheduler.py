@@ -22,6 +22,10 @@ from eagle_server.scheduling.admission import RequestQueue, SchedulerLimits, rem
 from eagle_server.scheduling.checkpoints import save_decoding
 from eagle_server.scheduling.sequence import Sequence, make_chunks
 
+# Slots that a request gets beyond those of its next cycle: the page table then changes in one of about 15 cycles. Each
+# change is an upload to the device, 0.3 ms of host time in a profile on an H100 (docs/gpu.md).
+SPARE_SLOTS = 64
+
 
 @dataclass
 class SchedulerTotals:
@@ -180,9 +184,14 @@ class Scheduler:
     def _grow_decodes(self) -> list[Sequence]:
         """Allocate the window of every decoding sequence; preempt the youngest when KV runs out. Returns the rest."""
         decoding: list[Sequence] = []
-        for sequence in [s for s in self.running if not s.prefilling and s.is_ready]:
+        window = self.limits.num_lookahead_slots
+        ready = [s for s in self.running if not s.prefilling and s.is_ready]
+        # If one needs pages, all get some, so that the page table seldom changes. What has none was preempted.
+        grows = any(s.allocation and not self.kv.holds(s.allocation, s.num_computed_tokens + window) for s in ready)
+        for sequence in ready:
+            spare = min(SPARE_SLOTS, sequence.most_tokens - sequence.num_computed_tokens) if grows else 0
             while sequence.allocation is not None:
-                if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + self.limits.num_lookahead_slots):
+                if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + window, spare):
                     decoding.append(sequence)
                     break
                 self._preempt(self.running[-1])

@@ -5,6 +5,7 @@ One copy brings tokens, log-probabilities, trees and what the budget learns from
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -53,6 +54,7 @@ class Cycle:
 
     plan: CyclePlan
     clock: StageClock
+    began: float = field(default_factory=time.perf_counter)
 
     # The batch and its budget.
     batch: DecodeBatch = field(init=False)
@@ -81,6 +83,11 @@ class Cycle:
     predicted_seconds: float = 0.0  # of decoding, by the cost model
 
     host: HostCopy = field(init=False)
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """{}: this cycle is not measured."""
+        return self.clock.seconds() if self.clock.is_measured else {}
 
     @property
     def steps(self) -> int:

@@ -19,7 +19,7 @@ from eagle_server.worker.batch.batch import Batches, DecodeBatch
 from eagle_server.worker.budget.budget import Budget, CycleBudget
 from eagle_server.worker.budget.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
-from eagle_server.worker.clock import StageClock
+from eagle_server.worker.clock import PREFILL, StageClock
 from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.first_drafts import FirstDrafts
@@ -51,6 +51,7 @@ class TreeDrafting:
         self.estimates, self.costs = batches.estimates, costs
         self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
+        self.measured_every = policy.lesson_period // 2  # on a GPU; the costs are observed as often
         self._cycles = 0  # how many there were
         self._lessons: Counter[tuple[int, TreeShape]] = Counter()  # of each temperature bin
         self._ended = 0.0  # when the last one ended
@@ -61,6 +62,11 @@ class TreeDrafting:
         for req_pool_index in released:
             self.drafter.forget(req_pool_index)
             self.budget.forget(req_pool_index)
+
+    @property
+    def measures_next(self) -> bool:
+        """Whether the stages of the next cycle with decodes are measured on a GPU."""
+        return (self._cycles + 1) % self.measured_every == 0
 
     def draft(self, cycle: Cycle) -> None:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
@@ -124,7 +130,7 @@ class TreeDrafting:
             return
         if max(decode.tokens_left for decode in batch.decodes) - 1 < self._least_left:
             return
-        clock = StageClock(self.batches.device)
+        clock = StageClock(self.batches.device, measured=self.measures_next)
         with clock.stage("extend"):
             state = self.drafter.extend(batch.after(cycle.accepted))
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
@@ -245,7 +251,8 @@ class TreeDrafting:
         passed: seconds since the last cycle ended.
         """
         plan, has_drafted, stages = cycle.plan, cycle.draft_batch is not None, cycle.clock.seconds()
-        waited = passed - sum(stages.values())
+        idle = cycle.began - (self._ended - passed)  # without its stages' times: until it began
+        waited = passed - sum(stages.values()) if cycle.clock.is_measured else idle
         kv, joined = float(sum(decode.seq_len for decode in plan.decodes)), 0.0
         if cycle.prefilled is not None:  # about what the prompts took of the verification
             rows = cycle.rows + sum(cycle.prefilled[0].counts)
@@ -253,9 +260,10 @@ class TreeDrafting:
         loaded = waited < LONGEST_WAIT
         if loaded:
             tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in decodes)))
-            seconds = passed - stages.get("prefill", 0.0) - joined
+            seconds = passed - stages.get(PREFILL, 0.0) - joined
             self.budget.took(len(plan.decodes), has_drafted=has_drafted, tokens=tokens, seconds=seconds)
-        if cycle.prefilled is not None or (not cycle.is_lesson and self._cycles % (self.policy.lesson_period // 2)):
+        observed = cycle.is_lesson or self._cycles % self.measured_every == 0
+        if not observed or not cycle.clock.is_measured or cycle.prefilled is not None:
             return 0.0
         if not has_drafted:
             costs.wait(waited)
@@ -268,7 +276,7 @@ class TreeDrafting:
             # In between lessons, because these take time themselves: the rest is to commit more tokens.
             later = waited - costs.between if loaded and not plan.chunks and not cycle.is_lesson else 0.0
             predicted += costs.observe(costs.extend, cycle.extended, 0.0, times.extend + max(0.0, later))
-        costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
+        costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in (PREFILL, UNUSED)))
         return predicted
 
 

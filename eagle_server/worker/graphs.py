@@ -2,8 +2,8 @@
 
 Inputs are tensors, or dataclasses that hold some (`ops/captured.py`). A function can be captured if its shapes follow
 from the key alone, if it reads no host value that changes between calls with an equal key, and if it never waits for
-the device. A replay copies the inputs' tensors into the captured ones and writes the same output tensors. Inputs and
-outputs are new objects in each call, because objects keep what they have computed (cached_property).
+the device. A replay copies the inputs' tensors into the captured ones and writes the same output tensors. Outputs are
+new objects in each call, because objects keep what they have computed (cached_property).
 
 A key begins with its function's name. Captures with one name share a memory pool, so a replay may write to the outputs
 of any of them: read these before the next call with that name. Calls with other names leave them as they are.
@@ -12,7 +12,7 @@ of any of them: read these before the next call with that name. Calls with other
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from eagle_server.ops.captured import restored, tensors_of
+from eagle_server.ops.captured import TensorReader, builder
 
 Output = TypeVar("Output")
 GraphKey = tuple[str, *tuple[Hashable, ...]]  # the function's name, and what its shapes follow from
@@ -36,9 +36,20 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class _Captured:
-    inputs: tuple[Tensor, ...]
+    """`buffers`: the captured inputs by dtype, with their places among an input's tensors."""
+
+    reader: TensorReader
+    buffers: tuple[tuple[list[Tensor], list[int]], ...]
     replay: Callable[[], None]
-    outputs: Any
+    outputs: Callable[[], Any]
+
+    def run(self, inputs: tuple[Any, ...]) -> Any:
+        """Copy the inputs, one kernel for all of a dtype, and replay."""
+        tensors = self.reader.read(inputs)
+        for buffers, places in self.buffers:
+            torch._foreach_copy_(buffers, [tensors[place] for place in places])
+        self.replay()
+        return self.outputs()
 
 
 class Graphs:
@@ -67,15 +78,10 @@ class Graphs:
         """function(*inputs). A key of None is never captured."""
         if self._recorder is None or key is None or self._is_paused:
             return function(*inputs)
-        captured, tensors = self._captured.get(key), tuple(tensors_of(inputs))
+        captured = self._captured.get(key)
         if captured is None:
-            buffers = tuple(tensor.clone() for tensor in tensors)
-            replay, outputs = self._recorder.record(lambda: function(*restored(inputs, iter(buffers))), key[0])
-            captured = self._captured[key] = _Captured(buffers, replay, outputs)
-        else:
-            _refill(captured.inputs, tensors)
-        captured.replay()
-        return restored(captured.outputs, tensors_of(captured.outputs))  # type: ignore[no-any-return]
+            captured = self._captured[key] = _capture(self._recorder, key[0], function, inputs)
+        return captured.run(inputs)  # type: ignore[no-any-return]
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -83,13 +89,17 @@ class Graphs:
         return tuple(self._captured)
 
 
-def _refill(captured: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copy the inputs of a call into those of the captured call, one kernel for all of a dtype."""
-    if len(captured) != len(given):
-        raise ValueError(f"{len(captured)} inputs were captured, not {len(given)}")
-    for dtype in dict.fromkeys(tensor.dtype for tensor in captured):
-        chosen = [number for number, tensor in enumerate(captured) if tensor.dtype == dtype]
-        torch._foreach_copy_([captured[n] for n in chosen], [given[n] for n in chosen])
+def _capture(recorder: Recorder, pool: str, function: Callable[..., Any], inputs: tuple[Any, ...]) -> _Captured:
+    reader = TensorReader(inputs)
+    tensors = [tensor.clone() for tensor in reader.read(inputs)]
+    build = builder(inputs, iter(tensors))
+    replay, outputs = recorder.record(lambda: function(*build()), pool)
+    places = [
+        [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
+    ]
+    buffers = tuple(([tensors[place] for place in each], each) for each in places)
+    return _Captured(reader, buffers, replay, builder(outputs))
 
 
 class CudaRecorder:

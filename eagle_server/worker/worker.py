@@ -16,7 +16,7 @@ from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import root_alone
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch, PromptBatch
-from eagle_server.worker.clock import StageClock
+from eagle_server.worker.clock import PREFILL, StageClock
 from eagle_server.worker.cycle import Cycle, Drawn
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
@@ -68,7 +68,9 @@ class Worker:
         if not self.overlaps:
             meanwhile()
         self.read_prompts()
-        cycle, self._reading = Cycle(plan, self._reading), StageClock(self.batches.device)
+        clock = StageClock(self.batches.device, measured=plan.warm_up is not None or self.drafting.measures_next)
+        clock.take(self._reading)
+        cycle, self._reading = Cycle(plan, clock), StageClock(self.batches.device)
         self.batches.begin(plan)
         if plan.released:
             self.drafting.forget(plan.released)
@@ -79,7 +81,7 @@ class Worker:
         if plan.decodes:
             self._decode(cycle)
         if plan.chunks:
-            with cycle.clock.stage("prefill"):
+            with cycle.clock.stage(PREFILL):
                 cycle.drawn = self._prefill(cycle)
         with cycle.clock.stage("emit"):
             cycle.start_copy()
@@ -93,7 +95,7 @@ class Worker:
         return CycleResult(
             chunks,
             decodes,
-            cycle.clock.seconds(),
+            cycle.stage_seconds,
             draft_computed_tokens=self.drafting.computed_tokens(plan.decodes),
             settled=self.verifier.settled,
             steps=cycle.steps,
@@ -137,7 +139,7 @@ class Worker:
         """Let the drafter read the last cycle's prompts. On a CPU the results, which do not need it, are sent first."""
         prompts, self._prompts = self._prompts, None
         if prompts is not None:
-            with self._reading.stage("prefill"):
+            with self._reading.stage(PREFILL):
                 self.drafter.prefill(self.batches.prompts(*prompts))
 
     def _run_ahead(self, cycle: Cycle) -> None:
@@ -162,7 +164,10 @@ class Worker:
             return
         if cycle.restricted:
             return
-        own, after = StageClock(self.batches.device), cycle.batch.after(cycle.accepted)
+        own, after = (
+            StageClock(self.batches.device, measured=self.drafting.measures_next),
+            cycle.batch.after(cycle.accepted),
+        )
         with own.stage("verify"):
             verified = self.verifier.verify(after, root_alone(after.verified_id, after.seq_lens))
         requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in plan.decodes]

@@ -45,7 +45,10 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One pass over the prompts at one concurrency. `stage_seconds` and `cycles` are counted by the engine."""
+    """One pass over the prompts at one concurrency. `stage_seconds` and `cycles` are counted by the engine.
+
+    stage_seconds: of all cycles, as if they were like those that the engine measured.
+    """
 
     label: str
     concurrency: int
@@ -229,7 +232,9 @@ def _summary(
     server: ServerAddress, concurrency: int, seconds: float, answers: Sequence[TimedAnswer], before: dict[str, Any]
 ) -> Measurement:
     after = server.stats()
-    stages = {k: v - before["stage_seconds"].get(k, 0.0) for k, v in after["stage_seconds"].items()}
+    cycles, measured = (after[name] - before[name] for name in ("cycles", "measured_cycles"))
+    share = measured / max(1, cycles)
+    added = {name: total - before["stage_seconds"].get(name, 0.0) for name, total in after["stage_seconds"].items()}
     steps = sum(a.speculative["num_spec_steps"] for a in answers if a.speculative)
     accepted = sum(a.speculative["num_accepted_draft_tokens"] for a in answers if a.speculative)
     return Measurement(
@@ -241,7 +246,7 @@ def _summary(
             [a.first_token for a in answers if not math.isnan(a.first_token)] or [0.0]
         ),
         mean_acceptance_length=1 + accepted / steps if steps else 1.0,
-        cycles=after["cycles"] - before["cycles"],
-        stage_seconds=stages,
+        cycles=cycles,
+        stage_seconds={name: seconds / share for name, seconds in added.items()} if share else {},
         texts=tuple(a.text for a in answers),
     )

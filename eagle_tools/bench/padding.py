@@ -171,6 +171,8 @@ def pad_checkpoint(
         published = {**read_config(DEMO / name), **_published_sizes(model.config), "tie_word_embeddings": False}
         if name == "eagle3":
             published |= {"draft_vocab_size": shape.draft_vocab_size, "target_hidden_size": shape.hidden_size}
+            # At the top level these are boundaries for certain. Those in eagle_config may be layer outputs.
+            published["eagle_aux_hidden_state_layer_ids"] = list(head.aux_boundaries)
         save_checkpoint(model, directory / name, published, dtype)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(DEMO / "target" / file, directory / "target" / file)

@@ -164,6 +164,7 @@ class FakeEngine:
             drafted_tokens=0,
             accepted_tokens=0,
             preemptions=0,
+            measured_cycles=0,
             stage_seconds={},
             draft_warning=self.draft_warning,
         )

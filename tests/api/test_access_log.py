@@ -143,6 +143,7 @@ def stats(running: int) -> EngineStats:
         drafted_tokens=0,
         accepted_tokens=0,
         preemptions=0,
+        measured_cycles=0,
         stage_seconds={},
     )
 

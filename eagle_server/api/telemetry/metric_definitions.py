@@ -185,7 +185,7 @@ class MetricDefinitions:
         """Registered at the first stage: a router that merges workers' metrics fails at a metric without samples."""
         return Histogram(
             "eagle_server_stage_seconds",
-            "Time of a cycle's stage, on a GPU by its events.",
+            "Time of a cycle's stage; on a GPU by its events, in one cycle of 16.",
             (*LABELS, "stage"),
             buckets=CYCLE_SECONDS,
             registry=self._registry,

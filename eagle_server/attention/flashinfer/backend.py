@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from eagle_server.attention.flashinfer.forward import FlashInferBackend, PlanSpec, Wrapper, WrapperKind
-from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, HEAD_DIMS, why_not_loaded
+from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, HEAD_DIMS, warn_of_fa2, why_not_loaded
 from eagle_server.attention.flashinfer.scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer.wrappers import DecodeWrapper, Heads, Lengths, PagedWrapper, plan_arguments
 from eagle_server.attention.interface import Layout, TreeMode
@@ -37,15 +37,17 @@ CASCADE_FROM = 4096
 TENSOR_CORES_FROM = 2  # decode uses tensor cores from this many query heads per KV head
 _DTYPES = (torch.float16, torch.bfloat16)
 
-logger = logging.getLogger(__name__)
-
 
 def flashinfer_module() -> Any:
     """The module flashinfer. Raises an ImportError that says what to install."""
     try:
-        return importlib.import_module("flashinfer")
+        module = importlib.import_module("flashinfer")
     except ImportError as error:
         raise ImportError("--attention-backend flashinfer needs it: pip install 'eagle-server[cuda]'") from error
+    log = importlib.import_module("flashinfer.jit.core").logger
+    if log.level == logging.INFO:  # its default; it says for trees of four rows that a kernel is for other models
+        log.setLevel(logging.WARNING)
+    return module
 
 
 def check_dtype(dtype: torch.dtype, module: Any) -> None:
@@ -146,7 +148,7 @@ class FlashInferAttention(FlashInferBackend):
             reason = why_not_loaded(error)
             if reason is None:
                 raise
-            logger.warning("fa2 computes prompts, which is slower than fa3: %s", reason)
+            warn_of_fa2("prompts", reason)
             return False
         return True
 

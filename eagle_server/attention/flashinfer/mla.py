@@ -6,7 +6,6 @@ computes the tree's block. Each plan of an MLA wrapper makes a new inner object,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from eagle_server.attention.flashinfer.backend import check_dtype, flashinfer_module, is_hopper
 from eagle_server.attention.flashinfer.forward import FlashInferBackend, Wrapper, WrapperKind
-from eagle_server.attention.flashinfer.modules import why_not_loaded
+from eagle_server.attention.flashinfer.modules import warn_of_fa2, why_not_loaded
 from eagle_server.attention.flashinfer.scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer.wrappers import Fence, Lengths
 from eagle_server.attention.interface import Layout
@@ -23,8 +22,6 @@ from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import LatentPool
 
 MLAKernel = Literal["auto", "fa2"]
-
-logger = logging.getLogger(__name__)
 
 
 class FlashInferMLAAttention(FlashInferBackend):
@@ -108,7 +105,7 @@ class FlashInferMLAAttention(FlashInferBackend):
             reason = why_not_loaded(error)
             if reason is None:
                 raise
-            logger.warning("fa2 computes latent attention, which is slower than fa3: %s", reason)
+            warn_of_fa2("latent attention", reason)
             return "fa2"
         return "auto"
 

@@ -10,6 +10,7 @@ import importlib
 import logging
 import re
 from collections.abc import Collection
+from functools import cache
 
 import torch
 
@@ -38,6 +39,12 @@ _INSTALL = (
 
 class MissingModuleError(RuntimeError):
     """FlashInfer cannot load a module. The message is one line that says what to install."""
+
+
+@cache
+def warn_of_fa2(computed: str, reason: str) -> None:
+    """Warn that fa2 computes something because fa3 cannot be loaded: once per process, whatever engines it makes."""
+    logger.warning("fa2 computes %s, which is slower than fa3: %s", computed, reason)
 
 
 def warn_of_another_toolkit() -> None:

@@ -15,14 +15,20 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from eagle_server.config import Config
 from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.assembly.cores import SharedCores
-from eagle_server.engine.assembly.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
+from eagle_server.engine.assembly.devices import (
+    SMALL_MODEL_THREADS,
+    as_served,
+    load_kernels_early,
+    resolve_device,
+    threads_for,
+)
 from eagle_server.engine.assembly.follow import assemble_follower
 from eagle_server.engine.assembly.machine import stay_on_one_node
 from eagle_server.engine.assembly.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.load_target import dtype_name, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.drafts.interface import DraftModel
@@ -100,7 +106,7 @@ def load_models(
     use_native(config.device.cpu_kernels)
     if device.type == "cpu" and ranks is None:
         stay_on_one_node(config.device.cpu_threads)
-    facts = read_model_config(resolve_checkpoint(config.target_path))
+    facts = as_served(config, device, read_model_config(resolve_checkpoint(config.target_path)))
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
     load_kernels_early(config, device, facts)
     began = time.perf_counter()
@@ -108,7 +114,7 @@ def load_models(
     target = load_target(
         config.target_path,
         how,
-        dtype=config.model.dtype,
+        dtype=dtype_name(facts.dtype),
         device=device,
         quantization_cache=config.model.quantization_cache,
         ranks=ranks,

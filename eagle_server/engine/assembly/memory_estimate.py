@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.config import Config
 from eagle_server.engine.assembly.devices import (
     GPU_MEMORY,
+    as_served,
     graph_memory,
     graph_sizes,
     memory_for_kv,
@@ -24,7 +25,7 @@ from eagle_server.engine.assembly.machine import usable_memory
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.models.checkpoints.drafts.load_draft import detect, draft_files
-from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
+from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.checkpoints.quantized import read_quantization, with_dequantized
 from eagle_server.models.checkpoints.rank_slices import share_of
 from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights, without_drafts
@@ -52,11 +53,12 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     missing = [path for path in (config.target_path, config.draft_path) if path is not None and not _is_here(path)]
     if missing:
         return {"unknown": f"{' and '.join(missing)} must be on this machine; a start downloads what is on the Hub"}
-    device, target = resolve_device(config), read_model_config(Path(config.target_path).expanduser())
-    dtype = serving_dtype(config.model.dtype, target.dtype)
+    device = resolve_device(config)
+    target = as_served(config, device, read_model_config(Path(config.target_path).expanduser()))
+    dtype = target.dtype
     graphs, tree = 0, dynamic_tree(config.speculative, target) if config.speculates else TreeConfig()
     if device.type == "cuda":
-        sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)))
+        sizes = graph_sizes(config, resolve_backend(config, device, target))
         adaptive = config.speculates and config.speculative.adapts
         graphs = graph_memory(sizes, tree, target, streams=_MOST_STREAMS, adaptive=adaptive)
     ranks, draft = config.device.tp_size, 0
@@ -72,7 +74,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
         "draft_weights": draft,
         "graphs": graphs,
     }
-    share = share_of(replace(target, dtype=dtype), ranks)
+    share = share_of(target, ranks)
     if target.recurrent is not None:
         parts["states"] = state_bytes(share, config.scheduler.max_running_requests, tree.nodes)
     slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target, dtype)

@@ -269,6 +269,11 @@ def serving_dtype(name: DtypeName, checkpoint: torch.dtype) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def dtype_name(dtype: torch.dtype) -> DtypeName:
+    """The name of a dtype of `serving_dtype`."""
+    return "float32" if dtype == torch.float32 else "bfloat16"
+
+
 @contextmanager
 def created_as(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
     """Create parameters in this dtype on this device, so that there is never a wider copy of a model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import time
@@ -40,7 +41,9 @@ class Scale:
     topk: int = 8
     nodes: int = 64
     cycles: int = 24  # measured per run
-    clients: tuple[int, ...] = (1, 8, 32)  # of a server
+    settling: int = 110  # cycles before, in which an adaptive budget learns: its first lessons, and some more
+    clients: tuple[int, ...] = (1, 8, 32, 64)  # of a server
+    mixed: tuple[int, ...] = (32, 128, 512, 768)  # lengths of prompts that clients send in turn
     served_tokens: int = 128  # of an answer to them
     prompts: int = 6  # one after the other at batch 1
     copied_bytes: int = 4 << 30
@@ -58,7 +61,9 @@ TINY = replace(
     batches=(1, 2),
     contexts=(64, 128, 256),
     cycles=4,
+    settling=8,
     clients=(1, 2),
+    mixed=(16, 48),
     served_tokens=16,
     prompts=2,
     copied_bytes=16 << 20,
@@ -130,7 +135,8 @@ class BenchEngines:
         return (tokens * (length // len(tokens) + 1))[:length]
 
     def release(self) -> None:
-        """Give back the device's memory that this process only caches, so that another process can use it."""
+        """Give back the device's memory that nothing uses, so that an engine or another process can."""
+        gc.collect()
         if self.machine.cuda:
             torch.cuda.empty_cache()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os.path
+from collections import Counter
 from typing import Any
 
 from eagle_server.engine.assembly.pools import bytes_per_slot
+from eagle_server.engine.engine import Engine
 from eagle_server.models.layers import Linear
+from eagle_server.plan import TreeShape
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_tools.bench.gpu.engines import AS_SERVED, BenchEngines
 from eagle_tools.bench.gpu.machine import GIGA
 from eagle_tools.bench.gpu.steady import Pace, Steady
@@ -15,6 +19,7 @@ Document = dict[str, Any]
 
 GOALS = {"plain step / floor": 1.15, "cycle / plain step": 1.40}
 ADAPTIVE: Document = {"speculative": True, **AS_SERVED}
+CHAINS = (5, 3)  # steps; the best of them was the best fixed tree at 32 and 64 requests on an H100
 STEP_SECONDS = 6.0  # seconds that must be left to begin a larger batch
 
 
@@ -78,31 +83,48 @@ def decode(engines: BenchEngines) -> Document:
 
 
 def batches(engines: BenchEngines) -> Document:
-    """Throughput for each batch size: plain, with trees of one size, and with trees that follow the load."""
-    rows: list[Document] = []
-    sizes, cycles = engines.scale.batches, engines.scale.cycles
-    settings: tuple[dict[str, Any], ...] = ({"speculative": False}, {"speculative": True}, ADAPTIVE)
-    made = [engines.make(batches=sizes, **setting) for setting in settings]
-    for size in sizes:
-        if rows and engines.seconds_left < STEP_SECONDS:
-            return {"rows": rows, "note": f"no time left for batch {size} and more"}
-        paces = []
-        for engine in made:
-            with Steady(engine, engines.batch_of(size), 2 * cycles) as run:
-                run.cycles(cycles)  # the budget settles
-                paces.append(run.cycles(cycles))
-        plain, fast, adaptive = paces
-        rows.append(
-            {
-                "batch": size,
-                "plain": plain.document(),
-                "speculative": fast.document(),
-                "adaptive": adaptive.document(),
-                "speedup": fast.tokens_per_second / plain.tokens_per_second,
-                "adaptive_speedup": adaptive.tokens_per_second / plain.tokens_per_second,
-            }
-        )
-    return {"rows": rows}
+    """Throughput for each batch size: plain, with trees that follow the load, with chains, and with trees of one size.
+
+    One engine after the other, because the KV of all would not fit. `chosen`: what the adaptive budget drafted.
+    """
+    rows: dict[int, Document] = {size: {"batch": size} for size in engines.scale.batches}
+    settings: dict[str, Document] = {
+        "plain": {"speculative": False},
+        "adaptive": ADAPTIVE,
+        **{f"chain of {steps}": {"speculative": True, "tree": TreeConfig(steps, 1, steps + 1)} for steps in CHAINS},
+        "one size": {"speculative": True},
+    }
+    for name, setting in settings.items():
+        engine = engines.make(batches=engines.scale.batches, **setting)
+        for size, row in rows.items():
+            if row["batch"] > 1 and engines.seconds_left < STEP_SECONDS:
+                return {"rows": [*rows.values()], "note": f"no time left for {name}, batch {size} and more"}
+            row |= _throughput(engines, engine, name, size)
+        del engine
+        engines.release()
+    return {"rows": [*rows.values()]}
+
+
+def _throughput(engines: BenchEngines, engine: Engine, name: str, size: int) -> Document:
+    cycles, settling = engines.scale.cycles, engines.scale.settling if name == "adaptive" else engines.scale.cycles
+    with Steady(engine, engines.batch_of(size), settling) as run:
+        run.cycles(settling)
+    shapes = Counter[TreeShape]()
+    engine.worker.observers.append(lambda cycle: shapes.update([cycle.budget.shape]))
+    with Steady(engine, engines.batch_of(size), cycles) as run:  # anew: the same part of the texts for all
+        shapes.clear()
+        pace = run.cycles(cycles)
+    engine.worker.observers.pop()
+    (shape, _), *_ = shapes.most_common(1)
+    return {name: pace.document(), **({"chosen": _described(shape)} if name == "adaptive" else {})}
+
+
+def _described(shape: TreeShape) -> str:
+    if not shape.steps:
+        return "nothing"
+    if shape.topk == 1:
+        return f"chain of {shape.steps}"
+    return f"{shape.steps} steps, {shape.nodes} nodes{f', topk {shape.topk}' if shape.topk else ''}"
 
 
 def weight_bytes(model: Any) -> int:

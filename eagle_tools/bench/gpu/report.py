@@ -10,6 +10,7 @@ from eagle_tools.bench.figures import save, subplots
 
 KILO = 1024  # tokens
 _SUMMARIZED = (1, 8, 64)  # batch sizes
+_DRAFTING = ("adaptive", "chain of 5", "chain of 3", "one size")  # settings of the part `batches`
 
 Document = dict[str, Any]
 Results = dict[str, Document]  # of the parts that were measured, by name
@@ -40,10 +41,10 @@ def _summary(document: Document, results: Results) -> Iterator[str]:
     """A table short enough for a README."""
     rows = [(f"{clients}, tokens/s", *rates) for clients, *rates in _served_rows(results)]
     for row in results.get("batches", {}).get("rows", ()) if not rows else ():
-        if row["batch"] in _SUMMARIZED:
+        if row["batch"] in _SUMMARIZED and "adaptive" in row:
             rates = [f"{row[name]['tokens_per_second']:.0f}" for name in ("plain", "adaptive")]
             who = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
-            rows.append((f"{who}, tokens/s", *rates, f"{row['adaptive_speedup']:.2f} x"))
+            rows.append((f"{who}, tokens/s", *rates, f"{_ratio(row, 'adaptive'):.2f} x"))
     if "decode" in results:
         plain, fast, floor = (results["decode"][name] for name in ("plain", "speculative", "floor_ms"))
         ratio = f"{fast['cycle_ms'] / plain['cycle_ms']:.2f} x"
@@ -121,26 +122,47 @@ def _floor(result: Document) -> Iterator[str]:
 def _batches(result: Document) -> Iterator[str]:
     yield "## Batches"
     yield ""
+    yield "Adaptive trees follow cost and load, as in the server by default; of the others each is of one size."
+    yield ""
+    drafting = [name for name in _DRAFTING if any(name in row for row in result["rows"])]
     rows = [
         (
             row["batch"],
-            f"{row['plain']['tokens_per_second']:.0f}",
-            f"{row['adaptive']['tokens_per_second']:.0f}",
-            f"{row['adaptive_speedup']:.2f} x",
-            f"{row['speculative']['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} x",
-            f"{row['plain']['cycle_ms']:.2f}",
-            f"{row['speculative']['cycle_ms']:.2f}",
-            f"{row['speculative']['tokens_per_cycle']:.2f}",
+            *(_rate(row, name) for name in ("plain", *drafting)),
+            row.get("chosen", ""),
+            "" if (best := _of_the_best(row)) is None else f"{best:.2f}",
         )
         for row in result["rows"]
     ]
-    yield "Adaptive trees follow cost and load, as in the server by default; the cycle is that of trees of one size."
+    yield from table(("batch", "plain tok/s", *drafting, "chosen", "adaptive / best"), rows)
     yield ""
-    names = ("batch", "plain tok/s", "adaptive tok/s", "ratio", "one size tok/s", "ratio")
-    yield from table((*names, "step ms", "cycle ms", "tokens/cycle"), rows)
+    rows = [(row["batch"], *(_cycle(row, name) for name in ("plain", *drafting))) for row in result["rows"]]
+    yield from table(("batch, ms (tokens) per cycle", "plain", *drafting), rows)
     if "note" in result:
         yield f"\n{result['note']}"
+
+
+def _rate(row: Document, name: str) -> str:
+    """Tokens/s, and their ratio to those of plain decoding; "" if it was not measured."""
+    if name not in row:
+        return ""
+    rate = f"{row[name]['tokens_per_second']:.0f}"
+    return rate if name == "plain" else f"{rate} ({_ratio(row, name):.2f} x)"
+
+
+def _cycle(row: Document, name: str) -> str:
+    return f"{row[name]['cycle_ms']:.2f} ({row[name]['tokens_per_cycle']:.2f})" if name in row else ""
+
+
+def _ratio(row: Document, name: str) -> float:
+    ratio: float = row[name]["tokens_per_second"] / row["plain"]["tokens_per_second"]
+    return ratio
+
+
+def _of_the_best(row: Document) -> float | None:
+    """The speed of adaptive trees / that of the best other setting; None: one is missing."""
+    others = [row[name]["tokens_per_second"] for name in ("plain", *_DRAFTING[1:]) if name in row]
+    return row["adaptive"]["tokens_per_second"] / max(others) if "adaptive" in row and others else None
 
 
 def _served(result: Document) -> Iterator[str]:
@@ -156,6 +178,7 @@ def _served_rows(results: Results) -> list[tuple[str, ...]]:
     for slow, fast in zip(served["plain"], served["speculative"], strict=True):
         rates = [server["tokens_per_second"] for server in (slow, fast)]
         who = "1 client" if slow["clients"] == 1 else f"{slow['clients']} clients"
+        who += ", mixed prompts" if slow["mixed"] else ""
         rows.append((who, *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f} x"))
     return rows
 
@@ -284,15 +307,17 @@ def _plot_stages(axis: Any, results: Results) -> None:
 
 def _plot_batches(axis: Any, results: Results) -> None:
     rows = results["batches"]["rows"]
-    sizes, ratios = [row["batch"] for row in rows], [row["adaptive_speedup"] for row in rows]
-    axis.plot(sizes, ratios, "o-", label="adaptive")
-    axis.plot(sizes, [row["speedup"] for row in rows], "o:", label="one size")
-    for size, ratio in zip(sizes, ratios, strict=True):
-        axis.annotate(f"{ratio:.2f}", (size, ratio), textcoords="offset points", xytext=(0, 7), ha="center")
+    sizes, highest = [row["batch"] for row in rows], 1.0
+    for name in _DRAFTING:
+        ratios = {row["batch"]: _ratio(row, name) for row in rows if name in row}
+        axis.plot([*ratios], [*ratios.values()], "o-" if name == "adaptive" else "o:", label=name)
+        for size, ratio in ratios.items() if name == "adaptive" else ():
+            axis.annotate(f"{ratio:.2f}", (size, ratio), textcoords="offset points", xytext=(0, 7), ha="center")
+        highest = max(highest, *ratios.values()) if ratios else highest
     axis.axhline(1.0, color="gray", linestyle=":")
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
-    axis.set_ylim(0, 1.2 * max([*ratios, 1.0]))
+    axis.set_ylim(0, 1.2 * highest)
     axis.set_xlabel("batch")
     axis.set_title("speculative / plain throughput")
     axis.legend(fontsize=8)

@@ -10,7 +10,8 @@ import json
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,24 @@ def measured(engine: Engine, prompts: Sequence[Sequence[int]], *, cuda: bool) ->
         return _by_clock(engine, prompts)
     from torch.profiler import ProfilerActivity, profile
 
-    with Steady(engine, prompts, PROFILED + 1) as run:
+    with Steady(engine, prompts, PROFILED + 1) as run, _every_stage_named(engine):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             run.cycles(PROFILED)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             recorded.export_chrome_trace(str(path))
             return of_trace(json.loads(path.read_text(errors="replace"))["traceEvents"], PROFILED)
+
+
+@contextmanager
+def _every_stage_named(engine: Engine) -> Iterator[None]:
+    """The engine measures, and so names, the stages of every cycle, not of some."""
+    drafting = engine.worker.drafting
+    usual, drafting.measured_every = drafting.measured_every, 1
+    try:
+        yield
+    finally:
+        drafting.measured_every = usual
 
 
 def of_trace(events: Iterable[Mapping[str, Any]], cycles: int) -> StageKernels:

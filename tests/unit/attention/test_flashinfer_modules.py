@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,16 @@ import torch
 
 from eagle_server.attention.flashinfer import backend as backend_module
 from eagle_server.attention.flashinfer import mla as flashinfer_mla
-from eagle_server.attention.flashinfer.modules import MissingModuleError, warn_of_another_toolkit, why_not_loaded
-from eagle_server.config import ConfigError, parse_args
+from eagle_server.attention.flashinfer.modules import (
+    MissingModuleError,
+    warn_of_another_toolkit,
+    warn_of_fa2,
+    why_not_loaded,
+)
+from eagle_server.config import DEMO_TARGET, ConfigError, parse_args
 from eagle_server.engine.assembly import backends, devices
 from eagle_server.engine.assembly import from_config as build
+from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops import fused
@@ -116,9 +123,11 @@ def test_fa2_computes_what_fa3_would_where_fa3_cannot_be_loaded(
     read: Callable[[], ModelConfig], preferred: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = read()
+    warn_of_fa2.cache_clear()
     backends.load_kernels(model, CPU, Emulation())
     assert not caplog.messages
-    backends.load_kernels(model, CPU, failing(MissingJITCacheError("prefill_sm90"), preferred))
+    for _ in range(2):  # it is said once per process
+        backends.load_kernels(model, CPU, failing(MissingJITCacheError("prefill_sm90"), preferred))
     (warning,) = caplog.messages
     assert "prefill_sm90" in warning and "fa2" in warning
 
@@ -205,6 +214,19 @@ def test_only_the_fused_operations_of_the_model_are_loaded(
 
 
 @pytest.mark.deep  # needs FlashInfer's Python code
+def test_flashinfer_does_not_say_of_each_plan_which_kernels_are_for_other_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real_flashinfer()
+    from flashinfer.jit.core import logger
+
+    for level, kept in ((logging.INFO, logging.WARNING), (logging.DEBUG, logging.DEBUG)):  # DEBUG was asked for
+        monkeypatch.setattr(logger, "level", level)
+        backend_module.flashinfer_module()
+        assert logger.level == kept
+
+
+@pytest.mark.deep  # needs FlashInfer's Python code
 @pytest.mark.parametrize(("release", "warned"), [("12.4", True), ("13.0", False)])
 def test_a_toolkit_of_another_cuda_than_torchs_is_warned_of(
     release: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -277,3 +299,58 @@ def test_an_engine_on_torch_native_uses_no_fused_operation_of_flashinfer() -> No
         assert fused.can_use_table(CUDA, torch.bfloat16, 64, 64)
         plain(target, backend="torch_native")
         assert not fused.can_use_table(CUDA, torch.bfloat16, 64, 64)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("flags", "head_dim", "dtype", "backend", "said"),
+    [
+        ([], None, torch.bfloat16, "flashinfer", "bfloat16 instead of the checkpoint's float32"),
+        (["--dtype", "float32"], None, torch.float32, "torch_native", ""),
+        (["--attention-backend", "torch_native"], None, torch.float32, "torch_native", ""),
+        (["--attention-backend", "flashinfer"], None, torch.bfloat16, "flashinfer", "bfloat16 instead of"),
+        ([], 80, torch.float32, "torch_native", "no kernels for heads of 80"),
+    ],
+    ids=str,
+)
+def test_the_demo_takes_what_is_fast_on_a_gpu_and_says_so(
+    flags: list[str],
+    head_dim: int | None,
+    dtype: torch.dtype,
+    backend: str,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    config = parse_args(flags, environ={})
+    demo = read_model_config(DEMO_TARGET)
+    model = devices.as_served(config, CUDA, demo if head_dim is None else replace(demo, head_dim=head_dim))
+    assert model.dtype == dtype and devices.resolve_backend(config, CUDA, model) == backend
+    assert bool(devices.graph_sizes(config, devices.resolve_backend(config, CUDA, model))) == (backend == "flashinfer")
+    assert said in caplog.text and bool(caplog.messages) == bool(said)
+    assert devices.as_served(config, CPU, demo).dtype == (dtype if "--dtype" in flags else torch.float32)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_flashinfer_the_demo_is_served_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    demo = read_model_config(DEMO_TARGET)
+    assert devices.as_served(parse_args([], environ={}), CUDA, demo).dtype == torch.float32
+    (warning,) = caplog.messages
+    assert "without CUDA graphs" in warning and "pip install 'eagle-server[cuda]'" in warning
+    with pytest.raises(ConfigError, match="not installed"):
+        devices.as_served(parse_args(["--attention-backend", "flashinfer"], environ={}), CUDA, demo)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_demos_weights_are_loaded_in_the_dtype_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_target(*arguments: Any, dtype: str, **named: Any) -> None:
+        assert dtype == "bfloat16"
+        raise LoadedError
+
+    monkeypatch.setattr(backends, "load_kernels", lambda model, device: None)
+    monkeypatch.setattr(build, "load_target", load_target)
+    with pytest.raises(LoadedError):
+        build.load_models(parse_args([], environ={}), progress=False)

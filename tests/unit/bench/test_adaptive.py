@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from eagle_tools.bench import adaptive
+from eagle_tools.bench import adaptive, load
 from eagle_tools.bench.demo import held_out
 from eagle_tools.bench.load import Arrival, Measurement, TimedAnswer, Workload, answer_arrivals, ask
 from eagle_tools.bench.report import equal_texts, percentile, plot_ratios, ratios, stream_times
@@ -161,3 +163,12 @@ def test_every_fixed_tree_gives_the_plain_answers(
     found = json.loads((tmp_path / "adaptive.json").read_text())["tokens_per_forward"]
     assert list(found) == list(trees)
     assert all(by_temperature["0.0"] > 1 for by_temperature in found.values())
+
+
+def test_stages_measured_in_some_cycles_stand_for_all() -> None:
+    before: dict[str, Any] = {"cycles": 100, "measured_cycles": 10, "stage_seconds": {"verify": 1.0}}
+    after = {"cycles": 420, "measured_cycles": 30, "stage_seconds": {"verify": 1.2, "prefill": 0.1}}
+    server: Any = SimpleNamespace(label="plain", stats=lambda: after)
+    found = load._summary(server, 1, 9.0, [], before)
+    assert found.stage_seconds == pytest.approx({"verify": 3.2, "prefill": 1.6}) and found.cycles == 320
+    assert load._summary(server, 1, 9.0, [], after).stage_seconds == {}

@@ -34,7 +34,7 @@ def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest
     assert list(stages["speculative"]["ms"])[:4] == ["extend", "propose", "build_tree", "verify"]
     assert decode["tokens_alike"] == decode["tokens_compared"] > 0
     served = document["parts"]["served"]["result"]
-    assert [row["clients"] for row in served["speculative"]] == [row["clients"] for row in served["plain"]] == [1, 2]
+    assert [row["clients"] for row in served["speculative"]] == [row["clients"] for row in served["plain"]] == [1, 2, 2]
     assert all(row["tokens_per_second"] > 0 for rows in served.values() for row in rows)
     assert peer["plain_tokens_alike"] == peer["speculative_tokens_alike"] == peer["tokens"], "transformers differs"
     assert all(row["tree of 64"]["device_ms"] > 0 for row in document["parts"]["mla"]["result"]["rows"])
@@ -84,8 +84,8 @@ def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -
     stages = {"plain": kernels(3.9, 4.0), "speculative": kernels(4.9, 5.6), "goals": [missed]}
     rows = [
         {
-            **{"batch": n, "plain": pace(4.0, n), "speculative": pace(6.0, 4 * n), "adaptive": pace(5.0, 4 * n)},
-            **{"speedup": 2.7, "adaptive_speedup": 3.2},
+            **{"batch": n, "plain": pace(4.0, n), "adaptive": pace(5.0, 4 * n), "chosen": "chain of 5"},
+            **({} if n == 64 else {"one size": pace(6.0, 4 * n)}),
         }
         for n in (1, 2, 64)
     ]
@@ -125,21 +125,27 @@ def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -
     assert "3 passed, 1 failed" in text and "x::y - z" in text
     summary = text[text.index("| a GPU, Llama") :].partition("\n\n")[0]
     assert "| 1 request, tokens/s | 250 | 800 | 3.20 x |" in summary and "| 64 requests, tokens/s |" in summary
-    assert "| 64 | 16000 | 51200 | 3.20 x | 42667 | 2.70 x |" in text
+    assert "| 2 | 500 | 1600 (3.20 x) | 1333 (2.67 x) | chain of 5 | 1.20 |" in text
+    assert "| 64 | 16000 | 51200 (3.20 x) |  | chain of 5 | 3.20 |" in text, "there was no time for the rest"
+    assert "| 2 | 4.00 (2.00) | 5.00 (8.00) | 6.00 (8.00) |" in text
     assert len(summary.splitlines()) < 10 and max(map(len, summary.splitlines())) < 80, "it is for a README"
     plot(tmp_path / "all.png", whole)
     assert (tmp_path / "all.png").stat().st_size > 5000
 
 
 def test_a_summary_prefers_what_is_served() -> None:
-    rates = {"plain": (100.0, 700.0), "speculative": (310.0, 910.0)}
+    rates = {"plain": (100.0, 700.0, 600.0), "speculative": (310.0, 910.0, 720.0)}
     served = {
-        name: [{"clients": clients, "tokens_per_second": rate} for clients, rate in zip((1, 8), found, strict=True)]
+        name: [
+            {"clients": clients, "mixed": mixed, "tokens_per_second": rate}
+            for clients, mixed, rate in zip((1, 8, 8), (False, False, True), found, strict=True)
+        ]
         for name, found in rates.items()
     }
     text = markdown(document(served={"status": "ok", "result": served}))
     assert "| 1 client, tokens/s | 100 | 310 | 3.10 x |" in text, "the summary"
     assert "| 8 clients | 700 | 910 | 1.30 x |" in text, "its own table"
+    assert "| 8 clients, mixed prompts | 600 | 720 | 1.20 x |" in text
 
 
 def test_a_report_of_nothing_is_a_report(tmp_path: Path) -> None:

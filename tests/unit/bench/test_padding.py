@@ -139,7 +139,7 @@ def test_bfloat16_mostly_decides_alike(demo: Pair, prompts: list[list[int]]) -> 
 
 @pytest.mark.deep
 def test_checkpoint_is_one_for_transformers_and_for_this_server(
-    tmp_path: Path, padded: Pair, prompts: list[list[int]]
+    tmp_path: Path, padded: Pair, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     pad_checkpoint(tmp_path, SHAPE, dtype=torch.float32)
     ours = target_logits(padded.target, prompts[0])
@@ -150,6 +150,7 @@ def test_checkpoint_is_one_for_transformers_and_for_this_server(
     assert torch.equal(target_logits(target, prompts[0]), ours)
     draft = load_draft(tmp_path / "eagle3", target, Loading(context=REACH, progress=False))
     assert draft.aux_boundaries == padded.head.aux_boundaries
+    assert not caplog.messages, "its config leaves no doubt about the aux layers"
     read = dict(draft.weight_views())
     for name, weight in padded.head.weight_views():
         assert torch.equal(read[name], weight), name

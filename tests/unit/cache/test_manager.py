@@ -71,16 +71,19 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
             self.content[int(slots[p])] = (salt, tuple(tokens[: p + 2]))
         return allocation, list(tokens)
 
-    @rule(entry=held, positions=st.integers(1, 40))
-    def grow(self, entry: tuple[KVAllocation, list[int]] | None, positions: int) -> None:
+    @rule(entry=held, positions=st.integers(1, 40), spare=st.sampled_from([0, 1, 6]))
+    def grow(self, entry: tuple[KVAllocation, list[int]] | None, positions: int, spare: int) -> None:
         if entry is None or entry[0] not in self.kv.allocations:
             return
-        allocation, before = entry[0], len(entry[0].pages)
-        free = self.kv.available_pages
-        grown = self.kv.grow(allocation, positions)
+        allocation, before, had = entry[0], entry[0].needed, len(entry[0].pages)
+        free, holds = self.kv.available_pages, self.kv.holds(entry[0], positions)
+        grown = self.kv.grow(allocation, positions, spare)
         wanted = self.kv.pages_for(positions)
         assert grown == (wanted - before <= free)
-        assert len(allocation.pages) == (max(before, wanted) if grown else before)
+        assert allocation.needed == (max(before, wanted) if grown else before)
+        assert self.kv.available_pages == free - (allocation.needed - before), "spare pages are available"
+        assert had <= len(allocation.pages) <= max(had, wanted, self.kv.pages_for(positions + spare))
+        assert not holds or grown
 
     @rule(entry=held, written=st.integers(0, 11), proven=st.booleans())
     def publish(self, entry: tuple[KVAllocation, list[int]] | None, written: int, *, proven: bool) -> None:

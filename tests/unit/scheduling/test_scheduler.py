@@ -14,8 +14,9 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Failure, SequenceOutput
 from eagle_server.request import FinishReason, TokenDelta
+from eagle_server.scheduling import scheduler as scheduler_module
 from eagle_server.scheduling.admission import SchedulerLimits
-from eagle_server.scheduling.scheduler import Scheduler
+from eagle_server.scheduling.scheduler import SPARE_SLOTS, Scheduler
 from tests.support.engines import admit_without_reserve, request
 from tests.support.sampling import request_sampling
 
@@ -31,11 +32,18 @@ LIMITS = SchedulerLimits(
 
 
 def scheduler(
-    slots: int = 200, page: int = 1, *, radix: bool = False, reserve: bool = True, **limits: Any
+    slots: int = 200,
+    page: int = 1,
+    *,
+    radix: bool = False,
+    reserve: bool = True,
+    shared: bool = False,
+    **limits: Any,
 ) -> Scheduler:
     """Without `reserve`, requests are admitted whenever they fit, so that preemptions occur."""
     allowed = replace(LIMITS, **limits)
-    table = PageTable(allowed.max_running_requests, allowed.context_length + allowed.num_lookahead_slots, page)
+    width = allowed.context_length + allowed.num_lookahead_slots
+    table = PageTable(allowed.max_running_requests, width, page, shared=shared)
     kv = KVCacheManager(PageAllocator(slots // page, page), table, RadixCache(page) if radix else None)
     it = Scheduler(allowed, kv)
     if not reserve:
@@ -318,3 +326,49 @@ def test_a_failed_request_adds_nothing_to_the_cache(page: int, reason: FinishRea
     assert (delta.finish_reason, delta.error, delta.token_ids) == (reason, "broken", [])
     assert it.kv.radix.cached_pages == cached
     assert it.kv.allocator.free_pages == it.kv.allocator.num_pages - cached
+
+
+def changes_of_the_page_table(it: Scheduler, accepted: int, cycles: int) -> int:
+    """In how many cycles the device's copy of the page table is written, while all requests decode."""
+    changed = 0
+    for _ in range(cycles):
+        cycle(it, accepted)
+        changed += it.kv.table.refresh() is not None
+    return changed
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_the_page_table_changes_in_few_cycles(requests: int) -> None:
+    it = scheduler(slots=9000, shared=True, context_length=1000)
+    for number in range(requests):
+        add(it, str(number), 5 + number, max_tokens=900, ignore_eos=True)
+    while any(sequence.prefilling for sequence in it.running) or it.waiting:
+        cycle(it)
+    changes_of_the_page_table(it, 3, 2)
+    assert changes_of_the_page_table(it, 3, 160) <= 160 / (SPARE_SLOTS / 4 - 1)
+
+
+def test_a_request_gets_no_slots_that_it_cannot_use() -> None:
+    it = scheduler(slots=9000, shared=True, context_length=1000)
+    add(it, "a", 5, max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        cycle(it)
+    assert it.running[0].allocation is not None
+    assert len(it.running[0].allocation.pages) == 5 + 20 + LIMITS.num_lookahead_slots
+
+
+@pytest.mark.parametrize("slots", [60, 100, 150, 400])
+def test_spare_slots_change_no_decision(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full pool serves as many requests, and preempts as few, as if nobody had any."""
+    seen = []
+    for spare in (0, SPARE_SLOTS):
+        monkeypatch.setattr(scheduler_module, "SPARE_SLOTS", spare)
+        it = scheduler(slots=slots, reserve=slots != 150)
+        for number in range(12):
+            add(it, str(number), 3 + number, max_tokens=40 - number, ignore_eos=True)
+        decisions = []
+        while it.has_work():
+            cycle(it, 1)
+            decisions.append((names(it), it.totals.preemptions, it.kv.available_pages))
+        seen.append(decisions)
+    assert seen[0] == seen[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.cache.page_table import PageTable
-from eagle_server.ops.captured import restored, tensors_of
+from eagle_server.ops.captured import TensorReader, builder
 from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.ops.sampling.topk import topk_logprobs
 from eagle_server.plan import MASK_WORD, CyclePlan, Decode
@@ -165,7 +165,7 @@ def test_rankings_of_further_cycles_come_in_as_tensors() -> None:
     """What a graph captured must work for other requests, with other keys, temperatures and positions."""
     first, second = batch_of(*MIXED).ranking, batch_of(*MIXED[::-1]).ranking
     logits = logits_of(len(MIXED))
-    renewed = at_level(restored(first, tensors_of(second)), 2)
+    renewed = at_level(builder(first, iter(TensorReader(second).read(second)))(), 2)
     for mine, theirs in zip(renewed.best(logits, 4), at_level(second, 2).best(logits, 4), strict=True):
         assert torch.equal(mine, theirs)
 

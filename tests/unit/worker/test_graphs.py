@@ -12,7 +12,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from eagle_server.ops.captured import in_place, restored, tensors_of
+from eagle_server.ops import captured
+from eagle_server.ops.captured import TensorReader, builder, in_place
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import Graphs, bucket_sizes
 from tests.support.engines import random_head, random_target, request, run, speculative
@@ -116,7 +117,9 @@ def test_dataclasses_are_captured_with_their_tensors_copied_and_what_is_in_place
     assert [each.tolist() for each in found] == [[4.0], [12.0]], "nothing is kept from the first call"
     table.fill_(3.0)
     assert graphs.run(("total",), lambda *_: None, pairs[0], (torch.ones(1),)).tolist() == [6.0]
-    with pytest.raises(ValueError, match="2 inputs were captured, not 3"):
+    with pytest.raises(ValueError, match="a tuple of 1 was captured, not a tuple of 2"):
+        graphs.run(("total",), lambda *_: None, pairs[0], (torch.ones(1), torch.ones(1)))
+    with pytest.raises(ValueError, match="NoneType'> was captured, not <class 'torch.Tensor'>"):
         graphs.run(("total",), lambda *_: None, replace(pairs[0], right=table), (torch.ones(1),))
 
 
@@ -133,8 +136,28 @@ def test_a_result_keeps_nothing_that_an_earlier_call_has_computed() -> None:
 
 def test_what_is_flattened_is_restored_in_order() -> None:
     pair = Pair(torch.zeros(1), torch.ones(1), torch.ones(1), 7)
-    tensors = list(tensors_of((pair, torch.full((1,), 2.0))))
+    reader = TensorReader((pair, torch.zeros(1)))
+    tensors = reader.read((pair, torch.full((1,), 2.0)))
     assert [each.tolist() for each in tensors] == [[0.0], [1.0], [2.0]]
-    again, last = restored((pair, torch.zeros(1)), iter(tensors[::-1]))
+    again, last = builder((pair, torch.zeros(1)), iter(tensors[::-1]))()
     assert (again.left.tolist(), again.right.tolist(), last.tolist(), again.steps) == ([2.0], [1.0], [0.0], 7)
     assert again.table is pair.table
+
+
+def test_replays_walk_no_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and outputs are walked at capture, which happens before the first request."""
+    target = random_target()
+    engine = speculative(
+        target,
+        random_head(target, "EAGLE3"),
+        3,
+        4,
+        backend="flashinfer",
+        graph_sizes=(1, 2, 4),
+        max_running_requests=4,
+        stand_ins={"flashinfer": Emulation(), "recorder": FirstCallRecorder()},
+    )
+    for name in ("fields", "is_dataclass"):
+        monkeypatch.setattr(captured, name, lambda value: pytest.fail("a structure is walked"))
+    run(engine, [request(i, range(1, 9 + i), ignore_eos=True) for i in range(3)])
+    assert engine.stats().drafted_tokens > 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
 from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import token_ids
-from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
+from eagle_server.models.checkpoints.load_target import dtype_name, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
@@ -63,7 +62,7 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
     model = load_target(
         directory,
         how,
-        dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
+        dtype=dtype_name(target.config.dtype),
         device=target.embed.device,
     )
     return DraftLM(model, wanted)
