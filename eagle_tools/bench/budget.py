@@ -10,20 +10,21 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.tree_config import TreeConfig
-from eagle_server.worker.budget.budget import AdaptiveBudget
-from eagle_server.worker.budget.cost_model import CostModel
-from eagle_server.worker.budget.policy import POLICY
+from eagle_server.worker.budget.budget import AdaptiveBudget, CycleBudget
+from eagle_server.worker.budget.cost_model import CostModel, draft_steps, extended_rows
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
 from eagle_server.worker.graphs import bucket_sizes
 from eagle_tools.bench.report import write_json
@@ -119,7 +120,9 @@ class World:
     """Requests of one head on one machine. All numbers of trees are means over many."""
 
     def __init__(self, machine: MachineCosts, head: tuple[float, float], seed: int = 0) -> None:
-        self.fixed, self.head, self.costs = machine.fixed, head, machine.costs()
+        self.machine, self.fixed, self.head, self.costs = machine, machine.fixed, head, machine.costs()
+        params = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0)
+        self.decodes = [Decode(n, 100, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
         self.chance = np.random.default_rng(seed)
         widths, levels = (1, 2, 3, 4, 6, 8), range(1, TREE.steps + 1)
         sizes = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64) if machine.fixed else (TREE.nodes,)
@@ -131,19 +134,44 @@ class World:
         found = known.evaluate(*grown(self.chance, head, whole, TREES))
         self._tokens, self._nodes = (each.mean(axis=0)[1:] for each in found[:2])  # [options, least chances]
 
-    def cycle(self, requests: int, shape: TreeShape, least_logp: float = -math.inf) -> tuple[float, float]:
-        """Tokens and seconds of a cycle with such trees, or without if they have no steps."""
-        if not shape.steps:
-            return requests, self.costs.verify.at(requests) + self.costs.between
-        option, place = self.options.index(shape), int(np.abs(np.exp(self.least) - math.exp(least_logp)).argmin())
-        nodes = shape.nodes - 1 if self.fixed else self._nodes[option, place]
-        seconds = self.costs.cycle(requests * (1 + nodes), requests, shape.steps, shape.steps - 1, shape.topk)
-        return requests * (1 + float(self._tokens[option, place])), float(seconds)
+    def cycle(self, requests: int, shape: TreeShape, least_logp: float = -math.inf) -> tuple[float, Outcome]:
+        """Tokens per second of a cycle with such trees, or without if they have no steps; and what it teaches."""
+        costs, tokens, nodes = self.costs, 0.0, 0.0
+        if shape.steps:
+            option, place = self.options.index(shape), int(np.abs(np.exp(self.least) - math.exp(least_logp)).argmin())
+            tokens = float(self._tokens[option, place])
+            nodes = shape.nodes - 1 if self.fixed else float(self._nodes[option, place])
+        rows = requests * (1 + nodes)
+        stages = {"verify": costs.verify.at(rows)}
+        forwards, fed, extended = max(0, shape.steps - 1), float(requests * shape.topk), 0.0
+        if shape.steps:
+            extended = float(extended_rows(requests, shape.steps))
+            stages["extend"] = costs.extend.at(extended)
+            stages["propose"] = float(draft_steps(forwards)) * costs.step.at(fed)
+        seconds, kept = sum(stages.values()) + costs.between, requests * (1 + tokens)
+        drafting = range(requests if shape.steps else 0)
+        of = self.decodes[:requests], drafting, round(kept), seconds, stages
+        return kept / seconds, Outcome(*of, rows=rows, extended=extended, forwards=forwards, fed=fed)
+
+    def lesson(self, made: CycleBudget, outcome: Outcome) -> LessonOutcome:
+        """The outcome with trees. No node is tried: estimates are right from the start."""
+        shape = TreeShape(made.steps, made.nodes, made.topk or TREE.topk)
+        logp, parents = grown(self.chance, self.head, shape, len(made.drafting))
+        return LessonOutcome(
+            **vars(outcome),
+            shape=made.shape,
+            logp=logp.astype(np.float32),
+            parents=parents,
+            guesses=logp.astype(np.float32),
+            verified_parents=parents,
+            depths=parents,
+            is_node=np.zeros(parents.shape, dtype=np.bool_),
+            path=np.zeros((len(parents), 1), dtype=np.int64),
+        )
 
     def best(self, requests: int) -> float:
         """Tokens per second with the best of all trees, or without."""
-        cycles = (self.cycle(requests, *each) for each in product([TreeShape(0, 1), *self.options], self.least))
-        return max(tokens / seconds for tokens, seconds in cycles)
+        return max(self.cycle(requests, *each)[0] for each in product([TreeShape(0, 1), *self.options], self.least))
 
 
 def _pool(shape: TreeShape) -> int:
@@ -160,27 +188,22 @@ def chosen(world: World, requests: int, before: int = 0) -> tuple[float, float]:
     if world.fixed:
         sizes = bucket_sizes(max(BATCHES))
         shapes = {each: TREE.captured_shapes(each, TREE.topk, adaptive=True)[:-1] for each in sizes}
-    largest = (TREE.steps, TREE.nodes)
-    budget = AdaptiveBudget(max(BATCHES), largest, world.costs, lambda steps: steps - 1, TREE.topk, shapes)
-    params = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0)
-    every = [Decode(n, 100, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
-    lessons, choices, tokens, seconds = Counter[TreeShape](), list[float](), 0.0, 0.0
+    estimates = AcceptanceEstimates(torch.device("cpu"))
+    most, largest = len(world.decodes), (TREE.steps, TREE.nodes)
+    costs = world.machine.costs()
+    budget = AdaptiveBudget(most, largest, costs, estimates, lambda steps: steps - 1, TREE.topk, shapes)
+    choices, tokens, seconds = list[float](), 0.0, 0.0
     for cycle in range(-SETTLING, CYCLES):
-        decodes = every[: before if before and cycle < 0 else requests]
-        largest_now = budget.largest(len(decodes))
-        lesson = lessons[largest_now] < POLICY.first_lessons or cycle % POLICY.lesson_period == 0
-        lessons[largest_now] += lesson
-        made = budget.choose(decodes, [True] * len(decodes), lesson=lesson)
+        decodes = world.decodes[: before if before and cycle < 0 else requests]
+        made = budget.choose(decodes, [True] * len(decodes))
         shape = TreeShape(made.steps, made.nodes, made.topk or TREE.topk) if made.drafting else TreeShape(0, 1)
-        if lesson and made.drafting:
-            drafting = [decodes[n] for n in made.drafting]
-            budget.saw_trees(drafting, *grown(world.chance, world.head, shape, len(drafting)), made.shape)
-        kept, took = world.cycle(len(decodes), shape, made.least_logp)
-        budget.took(len(decodes), has_drafted=bool(made.drafting), tokens=round(kept), seconds=took)
+        speed, outcome = world.cycle(len(decodes), shape, made.least_logp)
+        outcome = replace(outcome, drafting=made.drafting, is_lesson=made.is_lesson)
+        budget.learn(world.lesson(made, outcome) if made.is_lesson and made.drafting else outcome)
         if cycle >= 0:
-            tokens, seconds = tokens + kept, seconds + took
+            tokens, seconds = tokens + speed * outcome.seconds, seconds + outcome.seconds
             is_measured = not made.drafting and budget.state().steps  # plain decoding, beside a choice to draft
-            choices += [] if lesson or is_measured else [kept / took]
+            choices += [] if made.is_lesson or is_measured else [speed]
     best = world.best(requests)
     return float(np.mean(choices)) / best, tokens / seconds / best
 
