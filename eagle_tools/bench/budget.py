@@ -32,6 +32,7 @@ from eagle_tools.bench.rich_output import Console, Table, track
 
 TREE = TreeConfig(6, 8, 64)
 BATCHES = (1, 4, 8, 16, 32, 64)
+CONTEXTS = (512, 8_192, 32_768)  # tokens of each request
 TREES = 160  # of which the best shape is known
 SETTLING, CYCLES = 192, 128
 OTHER = 8  # fewer requests come after many, others after one
@@ -41,20 +42,32 @@ _OTHERS = np.array([0.42, 0.20, 0.12, 0.09, 0.07, 0.05, 0.05])  # how the others
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """Milliseconds by rows, see `CostModel`. `fixed`: all trees of a cycle have one shape, as with CUDA graphs."""
+    """Milliseconds by rows, see `CostModel`. `fixed`: all trees of a cycle have one shape, as with CUDA graphs.
+
+    per_kv: of verification per 1,024 KV tokens, with 1 node per request and with 64; linear in between. kv: tokens that
+    the machine has memory for; 0: per_kv is not known, so texts are short.
+    """
 
     verify: Mapping[int, float]
     extend: Mapping[int, float]
     step: Mapping[int, float]
     between: float
     fixed: bool = True
+    per_kv: tuple[float, float] = (0.0, 0.0)
+    kv: int = 0
 
     def costs(self) -> CostModel:
         """The curves, exact from the start."""
-        model = CostModel(between=self.between / 1e3)
-        for curve, points in ((model.verify, self.verify), (model.extend, self.extend), (model.step, self.step)):
-            curve.fit({rows: ms / 1e3 for rows, ms in points.items()})
+        plain, wide = self.per_kv
+        model = CostModel(between=self.between / 1e3, kv_per_node=(wide / plain - 1) / 63 if plain else 0.0)
+        model.verify.fit(_seconds(self.verify), self.per_kv[0] / 1024e3)
+        model.extend.fit(_seconds(self.extend))
+        model.step.fit(_seconds(self.step))
         return model
+
+
+def _seconds(points: Mapping[int, float]) -> dict[int, float]:
+    return {rows: ms / 1e3 for rows, ms in points.items()}
 
 
 MACHINES = {
@@ -64,6 +77,8 @@ MACHINES = {
         {7: 1.6, 224: 2.5, 448: 3.6},
         {1: 0.33, 8: 0.365, 64: 0.55, 256: 1.0, 512: 1.6},
         between=0.2,
+        per_kv=(0.044, 0.097),
+        kv=450_000,
     ),
     # Not measured: the H100's, where the weights' bytes decide 0.7 of it, where products do the same.
     "H200": MachineCosts(
@@ -117,12 +132,14 @@ def _children(
 
 
 class World:
-    """Requests of one head on one machine. All numbers of trees are means over many."""
+    """Requests of one head and context on one machine. All numbers of trees are means over many."""
 
-    def __init__(self, machine: MachineCosts, head: tuple[float, float], seed: int = 0) -> None:
+    def __init__(
+        self, machine: MachineCosts, head: tuple[float, float], context: int = min(CONTEXTS), seed: int = 0
+    ) -> None:
         self.machine, self.fixed, self.head, self.costs = machine, machine.fixed, head, machine.costs()
-        params = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0)
-        self.decodes = [Decode(n, 100, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
+        params, self.context = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0), context
+        self.decodes = [Decode(n, context, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
         self.chance = np.random.default_rng(seed)
         widths, levels = (1, 2, 3, 4, 6, 8), range(1, TREE.steps + 1)
         sizes = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64) if machine.fixed else (TREE.nodes,)
@@ -142,7 +159,8 @@ class World:
             tokens = float(self._tokens[option, place])
             nodes = shape.nodes - 1 if self.fixed else float(self._nodes[option, place])
         rows = requests * (1 + nodes)
-        stages = {"verify": costs.verify.at(rows)}
+        kv = float(costs.kv_cost(requests * self.context, 1 + nodes))
+        stages = {"verify": costs.verify.at(rows, kv)}
         forwards, fed, extended = max(0, shape.steps - 1), float(requests * shape.topk), 0.0
         if shape.steps:
             extended = float(extended_rows(requests, shape.steps))
@@ -214,20 +232,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
     parser.add_argument("--out", type=Path, help="folder for JSON")
     args = parser.parse_args(arguments)
-    console, rows = Console(), list[tuple[str, str, int, float, float, float]]()
-    cases = list(product(args.machines, HEADS))
-    for machine, head in track(cases, description="simulate"):
-        world = World(MACHINES[machine], HEADS[head])
-        for requests in BATCHES:
+    console, rows = Console(), list[tuple[str, str, int, int, float, float, float]]()
+    cases = list(product(args.machines, HEADS, CONTEXTS))
+    for name, head, context in track(cases, description="simulate"):
+        machine = MACHINES[name]
+        fitting = [each for each in BATCHES if context == min(CONTEXTS) or each * context <= machine.kv]
+        if not fitting:
+            continue
+        world = World(machine, HEADS[head], context)
+        for requests in fitting:
             other = max(BATCHES) if requests < OTHER else 1
-            rows.append((machine, head, requests, *chosen(world, requests), chosen(world, requests, other)[1]))
-    table = Table("machine", "head", "requests", "chosen / best", "with lessons", "after another load")
-    for name, head, requests, *parts in rows:
-        table.add_row(name, head, str(requests), *(f"{part:.2f}" for part in parts))
+            after = chosen(world, requests, other)[1] if context == min(CONTEXTS) else math.nan
+            rows.append((name, head, context, requests, *chosen(world, requests), after))
+    table = Table("machine", "head", "context", "requests", "chosen / best", "with lessons", "after another load")
+    for name, head, context, requests, *parts in rows:
+        shown = ("" if math.isnan(part) else f"{part:.2f}" for part in parts)
+        table.add_row(name, head, f"{context:,}", str(requests), *shown)
     console.print(table)
     if args.out:
         write_json(args.out / "budget.json", {"tree": TREE, "cycles": CYCLES}, {"rows": rows})
-    console.print(f"least {min(row[3] for row in rows):.3f}")
+    console.print(f"least {min(row[4] for row in rows):.3f}")
     return 0
 
 

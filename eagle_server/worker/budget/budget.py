@@ -375,4 +375,5 @@ class AdaptiveBudget:
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,
         chances] of theirs are verified."""
-        return self.costs.cycle(requests + nodes, drafting, self._steps, self._forwards, self._fed, kv)
+        kv_cost = self.costs.kv_cost(kv, 1 + nodes / requests)
+        return self.costs.cycle(requests + nodes, drafting, self._steps, self._forwards, self._fed, kv_cost)

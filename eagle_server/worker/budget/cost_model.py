@@ -93,8 +93,8 @@ class CostCurve:
         self.per_kv, self.is_known = per_kv * _KV, True
         self._fit = self.seconds.copy(), self.per_kv
 
-    def predict(self, rows: Floats | float, kv: float = 0.0) -> Floats:
-        """Seconds at speed 1 for numbers of rows of any shape."""
+    def predict(self, rows: Floats | float, kv: Floats | float = 0.0) -> Floats:
+        """Seconds at speed 1 for numbers of rows and KV tokens of any shape."""
         slope = (self.seconds[-1] - self.seconds[-2]) / (_KNOTS[-1] - _KNOTS[-2])
         more = slope * np.maximum(np.asarray(rows) - _KNOTS[-1], 0.0)
         return np.asarray(np.interp(rows, _KNOTS, self.seconds) + more + self.per_kv * kv / _KV)
@@ -143,12 +143,17 @@ class CostModel:
     verify: CostCurve = field(init=False)
     extend: CostCurve = field(init=False)
     step: CostCurve = field(init=False)
+    kv_per_node: float = 0.0  # with each further node of a request, its KV costs this much more than with the root
     speed: float = 1.0  # seconds now to seconds of the curves
     between: float = 0.0  # seconds from one cycle to the next
     error: float = 0.0  # mean relative error of the newest predictions of whole cycles
 
     def __post_init__(self) -> None:
         self.verify, self.extend, self.step = (CostCurve(self.policy) for _ in range(3))
+
+    def kv_cost(self, kv: float, nodes: Floats | float) -> Floats:
+        """KV tokens that cost as much to the roots alone as `kv` tokens do to `nodes` per request, of any shape."""
+        return kv * (1 + self.kv_per_node * (np.asarray(nodes) - 1))
 
     def cycle(
         self,
@@ -157,9 +162,9 @@ class CostModel:
         steps: Floats | float,
         forwards: Floats | float,
         fed: Floats | float,
-        kv: float = 0.0,
+        kv: Floats | float = 0.0,
     ) -> Floats:
-        """Seconds of cycles that verify `rows` over `kv` tokens. Arrays of any shapes that go together.
+        """Seconds of cycles that verify `rows` over `kv` tokens, see `kv_cost`. Arrays of any shapes that go together.
 
         `drafting` requests draft trees of `steps` levels, in `forwards` draft steps that feed `fed` nodes of each.
         """
@@ -173,6 +178,7 @@ class CostModel:
         if not outcome.drafting:
             self.wait(waited)
         kv = float(sum(decode.seq_len for decode in outcome.decodes))
+        kv = float(self.kv_cost(kv, outcome.rows / len(outcome.decodes)))
         times = StageTimes.of(stages, outcome.forwards)
         predicted = self.observe(self.verify, outcome.rows, kv, times.verify)
         if outcome.drafting:
