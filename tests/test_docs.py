@@ -96,6 +96,15 @@ def test_every_experiment_is_in_the_index_with_a_verdict():
     assert all(re.match(r"\*\*(kept|lost|measured|not measured)\*\*", verdict) for _, verdict in lines)
 
 
+def test_every_number_of_the_budget_names_its_experiment():
+    source = (PACKAGE / "worker/budget/policy.py").read_text(encoding="utf-8")
+    named = dict(re.findall(r"^\[(\w+)\]:? (.+)$", source, re.MULTILINE))
+    headings = re.findall(r"^## (\d.+)$", EXPERIMENTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert named.pop("never") and set(named.values()) <= set(headings)
+    numbers = re.findall(r"^    (\w+): (?:int|float) = \S+  # (?:\[(\w+)\])?", source, re.MULTILINE)
+    assert len(numbers) == 17 and all(key in {*named, "never"} for _, key in numbers)
+
+
 def pages_of(navigation: list | dict | str) -> list[str]:
     """The files that a part of mkdocs.yml's `nav` names."""
     if isinstance(navigation, str):

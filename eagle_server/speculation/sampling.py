@@ -8,7 +8,7 @@ is the plain argmax.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -35,7 +35,7 @@ class SamplingBatch:
     floored: Tensor | None  # int64 [m], stochastic requests with min_p
     limits: Tensor  # float32 [3, bs], see `truncate_rows`
     transforms: tuple[Transform, ...]
-    penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
+    penalizer_state: PenalizerState = PenalizerState()  # at the start of the cycle
 
     @cached_property
     def temperature_bin(self) -> Tensor:

@@ -59,7 +59,6 @@ class Cycle:
     # The batch and its budget.
     batch: DecodeBatch = field(init=False)
     budget: CycleBudget = field(init=False)
-    is_lesson: bool = False  # estimates and budget learn from this cycle
 
     # Drafting.
     draft_batch: DecodeBatch | None = None  # None: no request drafts
@@ -78,7 +77,7 @@ class Cycle:
     prefilled: tuple[PromptBatch, Prefilled] | None = None  # what verification has computed of them
     drawn: Drawn | None = None
 
-    # What the budget has learned.
+    # What was expected.
     expected: float = 0.0  # estimated number of accepted draft tokens
     predicted_seconds: float = 0.0  # of decoding, by the cost model
 
@@ -114,13 +113,13 @@ class Cycle:
             if any(decode.sampling.params.logprobs is not None for decode in self.plan.decodes):
                 tensors |= logprobs.of_decodes(self.plan.decodes, self.logits, tree, accepted)
             returns_trees = any(decode.trees for decode in self.plan.decodes)
-            if returns_trees or (self.is_lesson and estimated is not None):
+            if returns_trees or (self.budget.is_lesson and estimated is not None):
                 tensors |= {"nodes": tree.tokens, "parents": tree.parents}
             if returns_trees and tree.scores is not None:
                 tensors["scores"] = tree.scores
             if estimated is not None and estimated.scores is not None:
                 tensors["estimates"] = estimated.scores
-                if self.is_lesson and estimated.guesses is not None:
+                if self.budget.is_lesson and estimated.guesses is not None:
                     tensors |= {"above": estimated.parents, "guesses": estimated.guesses, "depths": tree.depths}
                     if tree.proposed is not None:
                         tensors["proposed"] = tree.proposed

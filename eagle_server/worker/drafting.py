@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from eagle_server.ops.device import upload
-from eagle_server.plan import Decode, SequenceOutput, TreeShape
+from eagle_server.plan import Decode, SequenceOutput
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
-from eagle_server.worker.ahead import UNUSED, ForwardAhead
+from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
 from eagle_server.worker.budget.budget import Budget, CycleBudget
-from eagle_server.worker.budget.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
-from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
-from eagle_server.worker.clock import PREFILL, StageClock
+from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
+from eagle_server.worker.clock import StageClock
 from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.first_drafts import FirstDrafts
@@ -30,10 +28,9 @@ _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 class TreeDrafting:
     """A drafter under a budget.
 
-    costs: of an adaptive budget, which learns them; None: the budget is fixed.
     extends_ahead: whether draft-extend may run before the next cycle's window is allocated.
     first_drafts: None: there is no draft model.
-    Its estimates are those of `batches`; they learn from lessons.
+    Its estimates are those of `batches`; the budget teaches them.
     """
 
     def __init__(
@@ -42,18 +39,12 @@ class TreeDrafting:
         batches: Batches,
         budget: Budget,
         *,
-        costs: CostModel | None = None,
         extends_ahead: bool = False,
         first_drafts: FirstDrafts | None = None,
-        policy: BudgetPolicy = POLICY,
     ) -> None:
-        self.drafter, self.batches, self.budget, self.policy = drafter, batches, budget, policy
-        self.estimates, self.costs = batches.estimates, costs
+        self.drafter, self.batches, self.budget, self.estimates = drafter, batches, budget, batches.estimates
         self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
-        self.measured_every = policy.lesson_period // 2  # on a GPU; the costs are observed as often
-        self._cycles = 0  # how many there were
-        self._lessons: Counter[tuple[int, TreeShape]] = Counter()  # of each temperature bin
         self._ended = 0.0  # when the last one ended
 
     def forget(self, released: Sequence[int]) -> None:
@@ -66,18 +57,16 @@ class TreeDrafting:
     @property
     def measures_next(self) -> bool:
         """Whether the stages of the next cycle with decodes are measured on a GPU."""
-        return (self._cycles + 1) % self.measured_every == 0
+        return self.budget.lessons.measures_next
 
     def draft(self, cycle: Cycle) -> None:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
-        self._cycles += 1
         batch, clock = cycle.batch, cycle.clock
-        cycle.is_lesson = cycle.plan.warm_up is None and self._is_lesson(batch.decodes)
         with clock.stage("budget"):
             cycle.budget = self._choose(cycle)
         with clock.stage("extend"):
             # A lesson is about all nodes.
-            cycle.draft_batch = drafting = self.batches.draft_batch(batch, cycle.budget, cut=not cycle.is_lesson)
+            cycle.draft_batch = drafting = self.batches.draft_batch(batch, cycle.budget, cut=not cycle.budget.is_lesson)
         if drafting is None:
             cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
             return
@@ -110,10 +99,10 @@ class TreeDrafting:
         """The trees without nodes that are not worth the time of verifying them."""
         least_logp, logp = cycle.budget.least_logp, tree.scores
         assert logp is not None
-        if least_logp == -math.inf or (tree.is_cut and not cycle.is_lesson):
+        if least_logp == -math.inf or (tree.is_cut and not cycle.budget.is_lesson):
             return tree
         unlikely = logp < least_logp
-        if cycle.is_lesson and self._is_unjudged:  # the likeliest node is verified, whatever is expected of it
+        if cycle.budget.is_lesson and self._is_unjudged:  # the likeliest node is verified, whatever is expected of it
             unlikely &= logp < logp.amax(dim=1, keepdim=True)
         return without(tree, unlikely)
 
@@ -150,19 +139,10 @@ class TreeDrafting:
 
         2: the last token needs no draft. 1 with captured graphs and a fixed budget: then all requests draft.
         """
-        return 1 if self.batches.sizes and self.costs is None else 2
-
-    def _is_lesson(self, decodes: Sequence[Decode]) -> bool:
-        """Whether estimates and budget learn from this cycle."""
-        largest = self.budget.largest(len(decodes))
-        kinds = {(decode.sampling.temperature_bin, largest) for decode in decodes if decode.speculative}
-        lesson = any(self._lessons[kind] < self.policy.first_lessons for kind in kinds)
-        lesson = lesson or self._cycles % self.policy.lesson_period == 0
-        self._lessons.update(kinds if lesson else ())
-        return lesson
+        return 1 if self.batches.sizes and not self.budget.is_adaptive else 2
 
     def _choose(self, cycle: Cycle) -> CycleBudget:
-        batch, lesson = cycle.batch, cycle.is_lesson
+        batch = cycle.batch
         if cycle.plan.warm_up is not None:
             shape = cycle.plan.warm_up
             return CycleBudget(tuple(range(len(batch.decodes))), shape.steps, shape.nodes, shape.topk)
@@ -172,12 +152,12 @@ class TreeDrafting:
         may_draft = zip(batch.decodes, self.batches.can_draft(batch.decodes), strict=True)
         least = self._least_left
         able = [may and each.tokens_left >= least for each, may in may_draft]
-        budget = self.budget.choose(batch.decodes, able, lesson=lesson)
+        budget = self.budget.choose(batch.decodes, able)
         kept = self._with_room(batch, budget.drafting)
         if len(kept) < len(budget.drafting):
             budget = replace(budget, drafting=kept)
         reach = max((batch.decodes[i].tokens_left - 1 for i in kept), default=0)
-        if self.batches.sizes or lesson or reach >= budget.steps:
+        if self.batches.sizes or budget.is_lesson or reach >= budget.steps:
             return budget  # captured drafters have the depths of their graphs only
         return replace(budget, steps=reach)
 
@@ -199,12 +179,10 @@ class TreeDrafting:
         if cycle.estimated is not None:
             logp = cycle.host.array("estimates")[: len(cycle.budget.drafting)]
             cycle.expected = float(np.exp(logp[logp >= cycle.budget.least_logp]).sum())
-            if cycle.is_lesson:
-                self._learn(cycle)
         if cycle.draft_batch is not None and self._is_unjudged:
             self._count_first_drafts(cycle, decodes)
-        if self.costs is not None:
-            cycle.predicted_seconds = self._time(self.costs, cycle, decodes, self._ended - ended)
+        if self.budget.is_adaptive or (cycle.budget.is_lesson and cycle.estimated is not None):
+            cycle.predicted_seconds = self.budget.learn(self._outcome(cycle, decodes, self._ended - ended))
 
     def computed_tokens(self, decodes: Sequence[Decode]) -> tuple[int, ...]:
         """`CycleResult.draft_computed_tokens` of these decodes."""
@@ -225,59 +203,44 @@ class TreeDrafting:
             if first.is_open and output.drafted and decode.sampling.params.temperature == 0:
                 first.count(accepted=len(output.tokens) > 1)
 
-    def _learn(self, cycle: Cycle) -> None:
-        """Update budget and estimates by the nodes that were tried: their parents were accepted."""
-        assert cycle.draft_batch is not None and self.estimates is not None
-        decodes, host, drafting = cycle.draft_batch.decodes, cycle.host, list(cycle.budget.drafting)
-        drafted = slice(len(drafting))  # without padding
-        logp, drafted_parents, guesses = (host.array(each)[drafted] for each in ("estimates", "above", "guesses"))
-        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents[:, 1:], cycle.budget.shape)
-        if "proposed" in host:
-            guesses = np.take_along_axis(guesses, host.array("proposed")[drafting], axis=1)
-        nodes, parents, depths, path = (host.array(each)[drafting] for each in ("nodes", "parents", "depths", "path"))
-        reached = np.zeros((len(nodes), nodes.shape[1] + 1), dtype=np.bool_)
-        np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
-        parents, depths = parents[:, 1:], depths[:, 1:]
-        tried = np.take_along_axis(reached, parents, axis=1) & (nodes[:, 1:] >= 0)
-        temperature_bin = np.array([[decode.sampling.temperature_bin] for decode in decodes])
-        temperature_bins = np.broadcast_to(temperature_bin, tried.shape)[tried]
-        same = parents[:, :, None] == parents[:, None, :]
-        later = (same & np.tri(same.shape[1], k=-1, dtype=np.bool_)).any(axis=2)[tried].astype(np.int64)
-        self.estimates.observe(guesses[tried], (temperature_bins, depths[tried], later), reached[:, 1:-1][tried])
+    def _outcome(self, cycle: Cycle, decodes: Sequence[SequenceOutput], seconds: float) -> Outcome:
+        """The cycle for the budget. `seconds`: since the last one ended."""
+        plan, has_drafted, is_lesson = cycle.plan, cycle.draft_batch is not None, cycle.budget.is_lesson
+        stages, measured = cycle.clock.seconds(), cycle.clock.is_measured
+        # Without its stages' times: until it began.
+        waited = seconds - sum(stages.values()) if measured else cycle.began - (self._ended - seconds)
+        has_trees = is_lesson and cycle.estimated is not None
+        make, trees = (LessonOutcome, _lesson_trees(cycle)) if has_trees else (Outcome, {})
+        return make(
+            plan.decodes,
+            cycle.budget.drafting if has_drafted else (),
+            sum(map(Decode.kept, plan.decodes, (output.tokens for output in decodes))),
+            seconds,
+            waited,
+            stages,
+            is_measured=measured,
+            rows=cycle.rows,
+            joined=0 if cycle.prefilled is None else sum(cycle.prefilled[0].counts),
+            extended=cycle.extended,
+            forwards=self.drafter.forwards(cycle.steps) if has_drafted else 0,
+            fed=cycle.fed,
+            has_prompts=bool(plan.chunks),
+            is_lesson=is_lesson,
+            **trees,
+        )
 
-    def _time(self, costs: CostModel, cycle: Cycle, decodes: Sequence[SequenceOutput], passed: float) -> float:
-        """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds.
 
-        passed: seconds since the last cycle ended.
-        """
-        plan, has_drafted, stages = cycle.plan, cycle.draft_batch is not None, cycle.clock.seconds()
-        idle = cycle.began - (self._ended - passed)  # without its stages' times: until it began
-        waited = passed - sum(stages.values()) if cycle.clock.is_measured else idle
-        kv, joined = float(sum(decode.seq_len for decode in plan.decodes)), 0.0
-        if cycle.prefilled is not None:  # about what the prompts took of the verification
-            rows = cycle.rows + sum(cycle.prefilled[0].counts)
-            joined = costs.speed * (costs.verify.at(rows, kv) - costs.verify.at(cycle.rows, kv))
-        loaded = waited < LONGEST_WAIT
-        if loaded:
-            tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in decodes)))
-            seconds = passed - stages.get(PREFILL, 0.0) - joined
-            self.budget.took(len(plan.decodes), has_drafted=has_drafted, tokens=tokens, seconds=seconds)
-        observed = cycle.is_lesson or self._cycles % self.measured_every == 0
-        if not observed or not cycle.clock.is_measured or cycle.prefilled is not None:
-            return 0.0
-        if not has_drafted:
-            costs.wait(waited)
-        forwards = self.drafter.forwards(cycle.steps) if has_drafted else 0
-        times = StageTimes.of(stages, forwards)
-        predicted = costs.observe(costs.verify, cycle.rows, kv, times.verify)
-        if has_drafted:
-            if times.step is not None:
-                predicted += float(draft_steps(forwards)) * costs.observe(costs.step, cycle.fed, 0.0, times.step)
-            # In between lessons, because these take time themselves: the rest is to commit more tokens.
-            later = waited - costs.between if loaded and not plan.chunks and not cycle.is_lesson else 0.0
-            predicted += costs.observe(costs.extend, cycle.extended, 0.0, times.extend + max(0.0, later))
-        costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in (PREFILL, UNUSED)))
-        return predicted
+def _lesson_trees(cycle: Cycle) -> dict[str, Any]:
+    """The trees of a lesson, on the host, as `LessonOutcome` has them."""
+    host, drafting = cycle.host, list(cycle.budget.drafting)
+    batch = slice(len(drafting))  # without padding
+    logp, above, guesses = (host.array(each)[batch] for each in ("estimates", "above", "guesses"))
+    if "proposed" in host:
+        guesses = np.take_along_axis(guesses, host.array("proposed")[drafting], axis=1)
+    nodes, parents, depths, path = (host.array(each)[drafting] for each in ("nodes", "parents", "depths", "path"))
+    of_verified = {"verified_parents": parents[:, 1:], "depths": depths[:, 1:], "is_node": nodes[:, 1:] >= 0}
+    of_drafted = {"shape": cycle.budget.shape, "logp": logp, "parents": above[:, 1:], "guesses": guesses}
+    return {**of_drafted, **of_verified, "path": path}
 
 
 def _within_reach(tree: Tree, batch: DecodeBatch) -> Tree:

@@ -63,9 +63,14 @@ def measure_costs(
         if time.perf_counter() - began > _MEASURING:
             break
     several, length = min(8, most), min(longest, _LONG)
+    shape = fitting(shapes, several)[0]
     with _own_slots(worker, several, length) as rows:
         more = measured.plain(several, length, rows) - measured.plain(several)
+        wider = measured.tree(several, shape, length, rows).verify - measured.tree(several, shape).verify
     slope = max(more / (several * length), _LEAST_PER_KV * measured.verify[1])
+    if measured.rows > several:  # tries of the padding row are empty
+        nodes = measured.rows / several
+        costs.kv_per_node = min(max((wider / (slope * several * length) - 1) / (nodes - 1), 0.0), 1.0)
     worker.run(CyclePlan(released=(worker.batches.pad_row,), warm_up=_NOTHING))
     costs.verify.fit(measured.verify, slope)
     costs.extend.fit(measured.extend)
@@ -99,7 +104,7 @@ class _Measured:
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._row = worker, worker.batches.pad_row
-        self._rows = 0  # of the last cycle's verify forward
+        self.rows = 0  # of the last cycle's verify forward
         self.verify: dict[int, float] = {}
         self.extend: dict[int, float] = {}
         self.step: dict[int, float] = {}
@@ -113,19 +118,23 @@ class _Measured:
 
     def drafting(self, size: int, shape: TreeShape) -> None:
         """Cycles in which all requests draft."""
-        times = StageTimes.of(self._run(size, 2, shape), self._worker.drafter.forwards(shape.steps))
-        self.verify.setdefault(self._rows, times.verify)  # tries of the padding row are empty
+        times = self.tree(size, shape)
+        self.verify.setdefault(self.rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
         self.extend.setdefault(size * width, times.extend)
         if times.step is not None:
             self.step[size * (shape.topk or self._worker.drafter.widest)] = times.step
 
+    def tree(self, size: int, shape: TreeShape, length: int = 2, rows: Sequence[int] = ()) -> StageTimes:
+        """The stages of cycles in which all requests draft. `rows`: see `plain`."""
+        return StageTimes.of(self._run(size, length, shape, rows), self._worker.drafter.forwards(shape.steps))
+
     def _run(self, size: int, length: int, shape: TreeShape, rows: Sequence[int] = ()) -> dict[str, float]:
         rows = rows or (self._row,) * size
         decodes = tuple(Decode(row, length, verified_id=0, sampling=_GREEDY) for row in rows)
         plan = CyclePlan(decodes=decodes, released=tuple(dict.fromkeys(rows)), warm_up=shape)
-        self._rows = self._worker.run(plan).rows  # compiles
+        self.rows = self._worker.run(plan).rows  # compiles
         runs = [self._worker.run(plan).stage_seconds for _ in range(_REPEATS)]
         # the fastest, because other processes may disturb some
         return {stage: min(run[stage] for run in runs) for stage in runs[0]}

@@ -10,20 +10,21 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.tree_config import TreeConfig
-from eagle_server.worker.budget.budget import AdaptiveBudget
-from eagle_server.worker.budget.cost_model import CostModel
-from eagle_server.worker.budget.policy import POLICY
+from eagle_server.worker.budget.budget import AdaptiveBudget, CycleBudget
+from eagle_server.worker.budget.cost_model import CostModel, draft_steps, extended_rows
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
 from eagle_server.worker.graphs import bucket_sizes
 from eagle_tools.bench.report import write_json
@@ -31,6 +32,7 @@ from eagle_tools.bench.rich_output import Console, Table, track
 
 TREE = TreeConfig(6, 8, 64)
 BATCHES = (1, 4, 8, 16, 32, 64)
+CONTEXTS = (512, 8_192, 32_768)  # tokens of each request
 TREES = 160  # of which the best shape is known
 SETTLING, CYCLES = 192, 128
 OTHER = 8  # fewer requests come after many, others after one
@@ -40,20 +42,32 @@ _OTHERS = np.array([0.42, 0.20, 0.12, 0.09, 0.07, 0.05, 0.05])  # how the others
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """Milliseconds by rows, see `CostModel`. `fixed`: all trees of a cycle have one shape, as with CUDA graphs."""
+    """Milliseconds by rows, see `CostModel`. `fixed`: all trees of a cycle have one shape, as with CUDA graphs.
+
+    per_kv: of verification per 1,024 KV tokens, with 1 node per request and with 64; linear in between. kv: tokens that
+    the machine has memory for; 0: per_kv is not known, so texts are short.
+    """
 
     verify: Mapping[int, float]
     extend: Mapping[int, float]
     step: Mapping[int, float]
     between: float
     fixed: bool = True
+    per_kv: tuple[float, float] = (0.0, 0.0)
+    kv: int = 0
 
     def costs(self) -> CostModel:
         """The curves, exact from the start."""
-        model = CostModel(between=self.between / 1e3)
-        for curve, points in ((model.verify, self.verify), (model.extend, self.extend), (model.step, self.step)):
-            curve.fit({rows: ms / 1e3 for rows, ms in points.items()})
+        plain, wide = self.per_kv
+        model = CostModel(between=self.between / 1e3, kv_per_node=(wide / plain - 1) / 63 if plain else 0.0)
+        model.verify.fit(_seconds(self.verify), self.per_kv[0] / 1024e3)
+        model.extend.fit(_seconds(self.extend))
+        model.step.fit(_seconds(self.step))
         return model
+
+
+def _seconds(points: Mapping[int, float]) -> dict[int, float]:
+    return {rows: ms / 1e3 for rows, ms in points.items()}
 
 
 MACHINES = {
@@ -63,6 +77,8 @@ MACHINES = {
         {7: 1.6, 224: 2.5, 448: 3.6},
         {1: 0.33, 8: 0.365, 64: 0.55, 256: 1.0, 512: 1.6},
         between=0.2,
+        per_kv=(0.044, 0.097),
+        kv=450_000,
     ),
     # Not measured: the H100's, where the weights' bytes decide 0.7 of it, where products do the same.
     "H200": MachineCosts(
@@ -116,10 +132,14 @@ def _children(
 
 
 class World:
-    """Requests of one head on one machine. All numbers of trees are means over many."""
+    """Requests of one head and context on one machine. All numbers of trees are means over many."""
 
-    def __init__(self, machine: MachineCosts, head: tuple[float, float], seed: int = 0) -> None:
-        self.fixed, self.head, self.costs = machine.fixed, head, machine.costs()
+    def __init__(
+        self, machine: MachineCosts, head: tuple[float, float], context: int = min(CONTEXTS), seed: int = 0
+    ) -> None:
+        self.machine, self.fixed, self.head, self.costs = machine, machine.fixed, head, machine.costs()
+        params, self.context = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0), context
+        self.decodes = [Decode(n, context, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
         self.chance = np.random.default_rng(seed)
         widths, levels = (1, 2, 3, 4, 6, 8), range(1, TREE.steps + 1)
         sizes = (*range(2, 9), 10, 12, 16, 24, 32, 48, 64) if machine.fixed else (TREE.nodes,)
@@ -131,19 +151,45 @@ class World:
         found = known.evaluate(*grown(self.chance, head, whole, TREES))
         self._tokens, self._nodes = (each.mean(axis=0)[1:] for each in found[:2])  # [options, least chances]
 
-    def cycle(self, requests: int, shape: TreeShape, least_logp: float = -math.inf) -> tuple[float, float]:
-        """Tokens and seconds of a cycle with such trees, or without if they have no steps."""
-        if not shape.steps:
-            return requests, self.costs.verify.at(requests) + self.costs.between
-        option, place = self.options.index(shape), int(np.abs(np.exp(self.least) - math.exp(least_logp)).argmin())
-        nodes = shape.nodes - 1 if self.fixed else self._nodes[option, place]
-        seconds = self.costs.cycle(requests * (1 + nodes), requests, shape.steps, shape.steps - 1, shape.topk)
-        return requests * (1 + float(self._tokens[option, place])), float(seconds)
+    def cycle(self, requests: int, shape: TreeShape, least_logp: float = -math.inf) -> tuple[float, Outcome]:
+        """Tokens per second of a cycle with such trees, or without if they have no steps; and what it teaches."""
+        costs, tokens, nodes = self.costs, 0.0, 0.0
+        if shape.steps:
+            option, place = self.options.index(shape), int(np.abs(np.exp(self.least) - math.exp(least_logp)).argmin())
+            tokens = float(self._tokens[option, place])
+            nodes = shape.nodes - 1 if self.fixed else float(self._nodes[option, place])
+        rows = requests * (1 + nodes)
+        kv = float(costs.kv_cost(requests * self.context, 1 + nodes))
+        stages = {"verify": costs.verify.at(rows, kv)}
+        forwards, fed, extended = max(0, shape.steps - 1), float(requests * shape.topk), 0.0
+        if shape.steps:
+            extended = float(extended_rows(requests, shape.steps))
+            stages["extend"] = costs.extend.at(extended)
+            stages["propose"] = float(draft_steps(forwards)) * costs.step.at(fed)
+        seconds, kept = sum(stages.values()) + costs.between, requests * (1 + tokens)
+        drafting = range(requests if shape.steps else 0)
+        of = self.decodes[:requests], drafting, round(kept), seconds, costs.between, stages
+        return kept / seconds, Outcome(*of, rows=rows, extended=extended, forwards=forwards, fed=fed)
+
+    def lesson(self, made: CycleBudget, outcome: Outcome) -> LessonOutcome:
+        """The outcome with trees. No node is tried: estimates are right from the start."""
+        shape = TreeShape(made.steps, made.nodes, made.topk or TREE.topk)
+        logp, parents = grown(self.chance, self.head, shape, len(made.drafting))
+        return LessonOutcome(
+            **vars(outcome),
+            shape=made.shape,
+            logp=logp.astype(np.float32),
+            parents=parents,
+            guesses=logp.astype(np.float32),
+            verified_parents=parents,
+            depths=parents,
+            is_node=np.zeros(parents.shape, dtype=np.bool_),
+            path=np.zeros((len(parents), 1), dtype=np.int64),
+        )
 
     def best(self, requests: int) -> float:
         """Tokens per second with the best of all trees, or without."""
-        cycles = (self.cycle(requests, *each) for each in product([TreeShape(0, 1), *self.options], self.least))
-        return max(tokens / seconds for tokens, seconds in cycles)
+        return max(self.cycle(requests, *each)[0] for each in product([TreeShape(0, 1), *self.options], self.least))
 
 
 def _pool(shape: TreeShape) -> int:
@@ -160,27 +206,22 @@ def chosen(world: World, requests: int, before: int = 0) -> tuple[float, float]:
     if world.fixed:
         sizes = bucket_sizes(max(BATCHES))
         shapes = {each: TREE.captured_shapes(each, TREE.topk, adaptive=True)[:-1] for each in sizes}
-    largest = (TREE.steps, TREE.nodes)
-    budget = AdaptiveBudget(max(BATCHES), largest, world.costs, lambda steps: steps - 1, TREE.topk, shapes)
-    params = SamplingParams(max_tokens=10**6, seed=0, temperature=0.0)
-    every = [Decode(n, 100, 0, RequestSampling(params, key=n)) for n in range(max(BATCHES))]
-    lessons, choices, tokens, seconds = Counter[TreeShape](), list[float](), 0.0, 0.0
+    estimates = AcceptanceEstimates(torch.device("cpu"))
+    most, largest = len(world.decodes), (TREE.steps, TREE.nodes)
+    costs = world.machine.costs()
+    budget = AdaptiveBudget(most, largest, costs, estimates, lambda steps: steps - 1, TREE.topk, shapes)
+    choices, tokens, seconds = list[float](), 0.0, 0.0
     for cycle in range(-SETTLING, CYCLES):
-        decodes = every[: before if before and cycle < 0 else requests]
-        largest_now = budget.largest(len(decodes))
-        lesson = lessons[largest_now] < POLICY.first_lessons or cycle % POLICY.lesson_period == 0
-        lessons[largest_now] += lesson
-        made = budget.choose(decodes, [True] * len(decodes), lesson=lesson)
+        decodes = world.decodes[: before if before and cycle < 0 else requests]
+        made = budget.choose(decodes, [True] * len(decodes))
         shape = TreeShape(made.steps, made.nodes, made.topk or TREE.topk) if made.drafting else TreeShape(0, 1)
-        if lesson and made.drafting:
-            drafting = [decodes[n] for n in made.drafting]
-            budget.saw_trees(drafting, *grown(world.chance, world.head, shape, len(drafting)), made.shape)
-        kept, took = world.cycle(len(decodes), shape, made.least_logp)
-        budget.took(len(decodes), has_drafted=bool(made.drafting), tokens=round(kept), seconds=took)
+        speed, outcome = world.cycle(len(decodes), shape, made.least_logp)
+        outcome = replace(outcome, drafting=made.drafting, is_lesson=made.is_lesson)
+        budget.learn(world.lesson(made, outcome) if made.is_lesson and made.drafting else outcome)
         if cycle >= 0:
-            tokens, seconds = tokens + kept, seconds + took
+            tokens, seconds = tokens + speed * outcome.seconds, seconds + outcome.seconds
             is_measured = not made.drafting and budget.state().steps  # plain decoding, beside a choice to draft
-            choices += [] if lesson or is_measured else [kept / took]
+            choices += [] if made.is_lesson or is_measured else [speed]
     best = world.best(requests)
     return float(np.mean(choices)) / best, tokens / seconds / best
 
@@ -191,20 +232,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
     parser.add_argument("--out", type=Path, help="folder for JSON")
     args = parser.parse_args(arguments)
-    console, rows = Console(), list[tuple[str, str, int, float, float, float]]()
-    cases = list(product(args.machines, HEADS))
-    for machine, head in track(cases, description="simulate"):
-        world = World(MACHINES[machine], HEADS[head])
-        for requests in BATCHES:
+    console, rows = Console(), list[tuple[str, str, int, int, float, float, float]]()
+    cases = list(product(args.machines, HEADS, CONTEXTS))
+    for name, head, context in track(cases, description="simulate"):
+        machine = MACHINES[name]
+        fitting = [each for each in BATCHES if context == min(CONTEXTS) or each * context <= machine.kv]
+        if not fitting:
+            continue
+        world = World(machine, HEADS[head], context)
+        for requests in fitting:
             other = max(BATCHES) if requests < OTHER else 1
-            rows.append((machine, head, requests, *chosen(world, requests), chosen(world, requests, other)[1]))
-    table = Table("machine", "head", "requests", "chosen / best", "with lessons", "after another load")
-    for name, head, requests, *parts in rows:
-        table.add_row(name, head, str(requests), *(f"{part:.2f}" for part in parts))
+            after = chosen(world, requests, other)[1] if context == min(CONTEXTS) else math.nan
+            rows.append((name, head, context, requests, *chosen(world, requests), after))
+    table = Table("machine", "head", "context", "requests", "chosen / best", "with lessons", "after another load")
+    for name, head, context, requests, *parts in rows:
+        shown = ("" if math.isnan(part) else f"{part:.2f}" for part in parts)
+        table.add_row(name, head, f"{context:,}", str(requests), *shown)
     console.print(table)
     if args.out:
         write_json(args.out / "budget.json", {"tree": TREE, "cycles": CYCLES}, {"rows": rows})
-    console.print(f"least {min(row[3] for row in rows):.3f}")
+    console.print(f"least {min(row[4] for row in rows):.3f}")
     return 0
 
 

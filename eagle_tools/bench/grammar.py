@@ -82,7 +82,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @dataclass
-class Outcome:
+class GrammarRun:
     """The results of all requests."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -97,9 +97,9 @@ class Outcome:
         return 1 + self.accepted / self.cycles if self.cycles else 1.0
 
 
-def run(engine: Engine, requests: Iterator[Request]) -> Outcome:
+def run(engine: Engine, requests: Iterator[Request]) -> GrammarRun:
     """Run all requests, BATCH at a time."""
-    outcome, open_requests = Outcome(), 0
+    outcome, open_requests = GrammarRun(), 0
     start = time.perf_counter()
     following = next(requests, None)
     while following is not None or engine.has_work():
@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(wrong or failed) or equal < len(plain.tokens))
 
 
-def mask_times(ready: Ready, outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> str:
+def mask_times(ready: Ready, outcome: GrammarRun, schemas: Sequence[dict[str, Any]]) -> str:
     """The times of these answers' grammars and of their masks, one after the other: medians and the longest."""
     file = str(DEMO / "target" / "tokenizer.json")
     grammars = Grammars(lambda: Tokenizer.from_file(file), ready.vocab_size, ready.eos_token_ids)
@@ -194,7 +194,7 @@ def _source(schema: dict[str, Any]) -> str:
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _violations(outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+def _violations(outcome: GrammarRun, schemas: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     """(schema, text) of the finished answers that violate their schema."""
     tokenizer = load_tokenizer(str(DEMO / "target"))
     finished = [name for name, reason in outcome.reasons.items() if reason is FinishReason.STOP]

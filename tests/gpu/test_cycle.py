@@ -12,6 +12,7 @@ import torch
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request
+from eagle_server.worker.budget.budget import AdaptiveBudget
 from eagle_server.worker.cycle import Cycle
 from tests.gpu.conftest import flashinfer_on
 from tests.gpu.pairs import Pair, random_pair
@@ -112,8 +113,8 @@ def test_trees_that_follow_the_load_draw_what_plain_decoding_draws(
         engine = pair.engine(**drafts, **numbers, stand_ins=own)
         for _ in range(2):  # the second time with what the first one taught
             texts.append(tokens_of(run(engine, asked, joining=joining)))
-    costs = engine.worker.drafting.costs
-    assert costs is not None and costs.verify.at(1.0) > 0
+    budget = engine.worker.drafting.budget
+    assert isinstance(budget, AdaptiveBudget) and budget.costs.verify.at(1.0) > 0
     estimates = engine.worker.drafting.estimates
     assert estimates is not None and bool(estimates._ratios.isfinite().all())
     everything = [*asked, *(each for more in joining.values() for each in more)]

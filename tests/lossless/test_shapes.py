@@ -44,13 +44,13 @@ class InTurn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._budget, name)
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
-        chosen = self._budget.choose(decodes, able, lesson=lesson)
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+        chosen = self._budget.choose(decodes, able)
         size, shapes = next((size, each) for size, each in self._budget.shapes.items() if size >= len(decodes))
         shape = shapes[self._cycle % len(shapes)]
         self._cycle += 1
         drafting = tuple(number for number, may in enumerate(able) if may)
-        if lesson or not drafting:
+        if chosen.is_lesson or not drafting:
             return chosen
         self.seen.add((size, shape))
         return CycleBudget(drafting, *shape)

@@ -128,8 +128,8 @@ def assemble(
         _capture(worker, graphs, backends, config, shapes)
     elif on_gpu(target.embed):
         _compile(worker, config, fixed)
-    if drafting.costs is not None:
-        _measure(worker, drafting.costs, config, fixed)
+    if isinstance(drafting.budget, AdaptiveBudget):
+        _measure(worker, drafting.budget.costs, config, fixed)
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     grammars = _grammars(around, target.config)
     return Engine(
@@ -150,15 +150,18 @@ def _drafting(
     config: EngineConfig, draft: DraftModel | None, drafter: Drafter[Any], batches: Batches, shapes: Shapes
 ) -> TreeDrafting:
     """The drafter under its budget."""
-    tree, costs = config.tree, CostModel() if config.adaptive else None
+    tree, estimates = config.tree, batches.estimates
     first_drafts = None if draft is None else FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
-    budget: Budget = FixedBudget(tree.model_steps, tree.nodes)
-    if costs is not None:
+    budget: Budget = FixedBudget(tree.model_steps, tree.nodes, estimates=estimates)
+    if config.adaptive:
+        assert estimates is not None
         trees = {size: each[:-1] for size, each in shapes.items()}  # but no tree
         sizes = (batches.pad_row + 1, (tree.steps, tree.nodes))
-        budget = AdaptiveBudget(*sizes, costs, drafter.forwards, drafter.widest, trees, first_drafts=first_drafts)
+        budget = AdaptiveBudget(
+            *sizes, CostModel(), estimates, drafter.forwards, drafter.widest, trees, first_drafts=first_drafts
+        )
     extends_ahead = drafter.extends_ahead and tree.steps < tree.num_lookahead_slots
-    return TreeDrafting(drafter, batches, budget, costs=costs, extends_ahead=extends_ahead, first_drafts=first_drafts)
+    return TreeDrafting(drafter, batches, budget, extends_ahead=extends_ahead, first_drafts=first_drafts)
 
 
 def _measure(worker: Worker, costs: CostModel, config: EngineConfig, shapes: Shapes) -> None:

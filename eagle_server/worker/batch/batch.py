@@ -104,20 +104,13 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class PromptFeatures:
-    """A prompt batch for the drafter: each token with the target's feature of the position before it, [rows, F]."""
-
-    batch: PromptBatch
-    features: Tensor
-
-
-@dataclass(frozen=True)
 class Prompts:
     """Pieces of prompt as drafters read them: tokens alone, or pairs of token and feature."""
 
     chunks: tuple[Chunk, ...]
     rows: PromptBatch  # the target's rows
-    pairs: PromptFeatures | None  # None: no features are read, or no row's next token is known
+    pairs: PromptBatch | None = None  # None: no features are read, or no row's next token is known
+    features: Tensor | None = None  # [rows, F], of the pairs: the target's at the positions before the tokens
 
 
 def prompt_batch(
@@ -216,9 +209,9 @@ class Batches:
                 features.append(rows)
         if not pieces:
             return None
-        pairs = PromptFeatures(prompt_batch(pieces, self.table.tensor), torch.cat(features))
+        pairs = prompt_batch(pieces, self.table.tensor)
         prompts = prompt_batch([(index, start + 1, tokens) for index, start, tokens in pieces], self.table.tensor)
-        return Prompts((), prompts, pairs)
+        return Prompts((), prompts, pairs, torch.cat(features))
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The rows of all chunks for the target."""
@@ -249,9 +242,9 @@ class Batches:
                 kept.append(features[start : start + len(chunk.following)])
             start += len(chunk.tokens)
         if not pieces:
-            return Prompts(chunks, rows, None)
+            return Prompts(chunks, rows)
         pairs = prompt_batch(pieces, rows.attention.req_to_token, given)
-        return Prompts(chunks, rows, PromptFeatures(pairs, kept[0] if len(kept) == 1 else torch.cat(kept)))
+        return Prompts(chunks, rows, pairs, kept[0] if len(kept) == 1 else torch.cat(kept))
 
     def decode(self, decodes: Sequence[Decode], *, drafting: bool = False, size: int = 0) -> DecodeBatch:
         """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's.

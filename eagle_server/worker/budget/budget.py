@@ -13,8 +13,9 @@ No text depends on a budget, because no draw depends on a tree.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -23,9 +24,11 @@ import numpy as np
 from eagle_server.plan import Decode, TreeShape
 from eagle_server.request import SpeculationState
 from eagle_server.speculation.tree_config import fitting
-from eagle_server.worker.budget.cost_model import CostModel
+from eagle_server.worker.budget.cost_model import LONGEST_WAIT, CostModel
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
-from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
+from eagle_server.worker.budget.prospects import Floats, Prospects
 from eagle_server.worker.first_drafts import FirstDrafts
 
 _LEAST_LOGP = np.linspace(math.log(0.95), math.log(0.005), 24)  # to choose from
@@ -37,7 +40,7 @@ class CycleBudget:
 
     drafting: which decodes draft, in order. steps: levels of their trees. nodes: the most nodes of a tree, root
     included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose path has a
-    smaller chance (its log) are not verified.
+    smaller chance (its log) are not verified. is_lesson: whole trees are drafted, and estimates and budget learn.
     """
 
     drafting: tuple[int, ...]
@@ -45,6 +48,7 @@ class CycleBudget:
     nodes: int
     topk: int = 0
     least_logp: float = -math.inf
+    is_lesson: bool = False
 
     @property
     def shape(self) -> TreeShape:
@@ -55,26 +59,20 @@ NOTHING = CycleBudget((), 0, 1)
 
 
 class Budget(Protocol):
-    """Chooses the budget of each cycle."""
+    """Chooses the budget of each cycle. `is_adaptive`: it learns from all cycles, else from lessons with drafts."""
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
-        """The budget of a cycle. `able`: which decodes may draft at all. A lesson has the largest trees."""
+    @property
+    def is_adaptive(self) -> bool: ...
+
+    @property
+    def lessons(self) -> Lessons: ...
+
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+        """The budget of the next cycle. `able`: which decodes may draft at all."""
         ...
 
-    def largest(self, requests: int) -> TreeShape:
-        """The largest trees that so many requests may draft: those of a lesson."""
-        ...
-
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
-        """These requests have drafted trees of this shape in a lesson, n >= 1 nodes each.
-
-        logp [requests, n]: the log chances of the nodes' paths, -inf for padding. parents [requests, n]: node numbers,
-        0 for the root.
-        """
-        ...
-
-    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
-        """The newest cycle took `seconds`, everything but prompts included, and its requests kept `tokens`."""
+    def learn(self, outcome: Outcome) -> float:
+        """The newest cycle is over. Returns the seconds that decoding was predicted to take; 0: nothing was."""
         ...
 
     def forget(self, req_pool_index: int) -> None:
@@ -86,26 +84,58 @@ class Budget(Protocol):
         ...
 
 
+class Lessons:
+    """Counts cycles and says which are lessons: the first ones of each kind, and later one of each period.
+
+    A kind is a temperature bin and the largest trees that a cycle may draft. One cycle of `measured_every` is measured.
+    """
+
+    def __init__(self, policy: BudgetPolicy = POLICY) -> None:
+        self.policy, self.cycle, self.measured_every = policy, 0, policy.lesson_period // 2
+        self._given: Counter[tuple[int, TreeShape]] = Counter()
+
+    def next(self, decodes: Sequence[Decode], largest: TreeShape) -> bool:
+        """Whether the next cycle is a lesson."""
+        self.cycle += 1
+        kinds = {(decode.sampling.temperature_bin, largest) for decode in decodes if decode.speculative}
+        is_lesson = any(self._given[kind] < self.policy.first_lessons for kind in kinds)
+        is_lesson = is_lesson or self.cycle % self.policy.lesson_period == 0
+        self._given.update(kinds if is_lesson else ())
+        return is_lesson
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the costs of the newest cycle are observed, if it is no lesson."""
+        return self.cycle % self.measured_every == 0
+
+    @property
+    def measures_next(self) -> bool:
+        """Whether the stages of the next cycle are measured where that costs time."""
+        return (self.cycle + 1) % self.measured_every == 0
+
+
 @dataclass(frozen=True)
 class FixedBudget:
-    """Every request drafts its largest tree in every cycle."""
+    """Every request drafts its largest tree in every cycle. Estimates, if there are any, learn from lessons."""
 
     steps: int
     nodes: int
     topk: int = 0
+    estimates: AcceptanceEstimates | None = None
+    lessons: Lessons = field(default_factory=Lessons)
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
+    is_adaptive = False
+
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         drafting = tuple(i for i, each in enumerate(able) if each)
-        return CycleBudget(drafting, self.steps, self.nodes, self.topk)
+        largest = TreeShape(self.steps, self.nodes, self.topk)
+        is_lesson = self.lessons.next(decodes, largest) and self.estimates is not None
+        return CycleBudget(drafting, *largest, is_lesson=is_lesson)
 
-    def largest(self, requests: int) -> TreeShape:
-        return TreeShape(self.steps, self.nodes, self.topk)
-
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
-        return None
-
-    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
-        return None
+    def learn(self, outcome: Outcome) -> float:
+        if self.estimates is not None and isinstance(outcome, LessonOutcome):
+            self.estimates.learn(outcome)
+        return 0.0
 
     def forget(self, req_pool_index: int) -> None:
         return None
@@ -172,7 +202,7 @@ class AdaptiveBudget:
     and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`, if all
     trees of a cycle must have one shape, as with CUDA graphs: those that so many requests may have, the largest first,
     by the sizes of batches. Then all requests draft, or none. Empty: any shapes. `first_drafts`: while they are not
-    judged, greedy requests draft in lessons, whatever is expected.
+    judged, greedy requests draft in lessons, whatever is expected. The policy is that of `costs`.
     """
 
     def __init__(
@@ -180,14 +210,15 @@ class AdaptiveBudget:
         requests: int,
         largest: tuple[int, int],
         costs: CostModel,
+        estimates: AcceptanceEstimates,
         forwards: Callable[[int], int],
         widest: int = 1,
         shapes: Mapping[int, Sequence[TreeShape]] = MappingProxyType({}),
-        policy: BudgetPolicy = POLICY,
         first_drafts: FirstDrafts | None = None,
     ) -> None:
-        self.first_drafts = first_drafts
-        self.costs, self.shapes, self.policy = costs, dict(sorted(shapes.items())), policy
+        policy = costs.policy
+        self.costs, self.estimates, self.first_drafts = costs, estimates, first_drafts
+        self.shapes, self.policy, self.lessons = dict(sorted(shapes.items())), policy, Lessons(policy)
         (self.steps, self.nodes), self.widest = largest, widest
         widths = sorted({1 << power for power in range(widest.bit_length())} | {widest})
         ladder = list(dict.fromkeys(shape for each in self.shapes.values() for shape in each))
@@ -200,7 +231,7 @@ class AdaptiveBudget:
         self._fed = np.where(topk > 0, topk, widest)
         self._forwards = np.array([[float(forwards(shape.steps))] for shape in options])
         self._option = {shape: number for number, shape in enumerate(options)}
-        self._cycle, self._credit = 0, 0.0
+        self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
         self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
@@ -208,13 +239,18 @@ class AdaptiveBudget:
         # round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
         self._measured = self._speed(0), self._speed(0)  # for its load, with drafts and plain
-        self._follows = True  # whether the newest cycle does what was chosen: it is no lesson
         self._probes = False  # whether it lets a request draft of which nothing is expected
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
-        self._cycle += 1
-        self._follows = not lesson
+    is_adaptive = True
+
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+        lesson = self.lessons.next(decodes, self.largest(len(decodes)))
+        budget = self._chosen(decodes, able, lesson=lesson)
+        return replace(budget, is_lesson=True) if lesson else budget
+
+    def _chosen(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool) -> CycleBudget:
+        """What is best for these requests. A lesson has the largest trees."""
         requests = len(decodes)
         sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
         candidates = [number for number, may in enumerate(able) if may]
@@ -258,16 +294,29 @@ class AdaptiveBudget:
         return CycleBudget(tuple(wanted), largest.steps, largest.nodes, largest.topk, least_logp)
 
     def largest(self, requests: int) -> TreeShape:
+        """The largest trees that so many requests may draft: those of a lesson."""
         return next(iter(fitting(self.shapes, requests)), TreeShape(self.steps, self.nodes))
 
-    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
-        if not has_drafted:
+    def learn(self, outcome: Outcome) -> float:
+        if isinstance(outcome, LessonOutcome):
+            self.prospects.learn(outcome, self.lessons.cycle)
+            self.estimates.learn(outcome)
+        if outcome.waited < LONGEST_WAIT:
+            self._compare(outcome)
+        if not outcome.is_measured or outcome.joined or not (outcome.is_lesson or self.lessons.is_measured):
+            return 0.0
+        return self.costs.learn(outcome)
+
+    def _compare(self, outcome: Outcome) -> None:
+        """Measure the speed of this cycle without its prompts."""
+        seconds = outcome.seconds - outcome.stages.get("prefill", 0.0) - self.costs.joining(outcome)
+        if not outcome.drafting:
             self._credit += self.policy.probe_share * seconds
-            self._measured[1].add(tokens, seconds)
-        elif self._follows:
-            self._measured[0].add(tokens, seconds)
+            self._measured[1].add(outcome.tokens, seconds)
+        elif not outcome.is_lesson:
+            self._measured[0].add(outcome.tokens, seconds)
         elif self._probes and not self._choice.steps:  # what it took longer than a plain cycle
-            self._credit -= max(0.0, seconds - requests / self._choice.plain)
+            self._credit -= max(0.0, seconds - len(outcome.decodes) / self._choice.plain)
 
     def _is_refuted(self, drafting: _Speed, plain: _Speed) -> bool:
         """Whether drafting was measured to be slower, again and again: other processes may have slowed down one."""
@@ -281,12 +330,9 @@ class AdaptiveBudget:
     def _speed(self, *load: int) -> _Speed:
         """What was measured for such a load."""
         speed = self._speeds.get(load)
-        if speed is None or self._cycle >= speed.until:
-            speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.period)
+        if speed is None or self.lessons.cycle >= speed.until:
+            speed = self._speeds[load] = _Speed(self.policy, self.lessons.cycle + self.policy.period)
         return speed
-
-    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, shape: TreeShape) -> None:
-        self.prospects.add(decodes, logp, parents, self._cycle, shape)
 
     def forget(self, req_pool_index: int) -> None:
         self.prospects.forget(req_pool_index)
@@ -342,4 +388,5 @@ class AdaptiveBudget:
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,
         chances] of theirs are verified."""
-        return self.costs.cycle(requests + nodes, drafting, self._steps, self._forwards, self._fed, kv)
+        kv_cost = self.costs.kv_cost(kv, 1 + nodes / requests)
+        return self.costs.cycle(requests + nodes, drafting, self._steps, self._forwards, self._fed, kv_cost)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_server.worker.ahead import UNUSED
+from eagle_server.worker.budget.outcome import Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 
 Floats = NDArray[np.float64]
@@ -33,6 +35,11 @@ _SHORTEST = 1e-6  # seconds
 def draft_steps(forwards: Floats | float) -> Floats:
     """The time of `propose` with this many forwards, counted in draft steps. 0: it is measured with draft-extend."""
     return np.where(np.asarray(forwards) > 0, forwards + _PROPOSING, 0.0)
+
+
+def extended_rows(drafting: Floats | float, steps: Floats | float) -> Floats:
+    """The expected rows of draft-extend. Each request has as many as the one with most accepted tokens needs."""
+    return drafting * (1 + np.minimum(steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0))))
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,8 @@ class CostCurve:
         self.per_kv, self.is_known = per_kv * _KV, True
         self._fit = self.seconds.copy(), self.per_kv
 
-    def predict(self, rows: Floats | float, kv: float = 0.0) -> Floats:
-        """Seconds at speed 1 for numbers of rows of any shape."""
+    def predict(self, rows: Floats | float, kv: Floats | float = 0.0) -> Floats:
+        """Seconds at speed 1 for numbers of rows and KV tokens of any shape."""
         slope = (self.seconds[-1] - self.seconds[-2]) / (_KNOTS[-1] - _KNOTS[-2])
         more = slope * np.maximum(np.asarray(rows) - _KNOTS[-1], 0.0)
         return np.asarray(np.interp(rows, _KNOTS, self.seconds) + more + self.per_kv * kv / _KV)
@@ -133,12 +140,20 @@ class CostModel:
     """
 
     policy: BudgetPolicy = POLICY
-    verify: CostCurve = field(default_factory=CostCurve)
-    extend: CostCurve = field(default_factory=CostCurve)
-    step: CostCurve = field(default_factory=CostCurve)
+    verify: CostCurve = field(init=False)
+    extend: CostCurve = field(init=False)
+    step: CostCurve = field(init=False)
+    kv_per_node: float = 0.0  # with each further node of a request, its KV costs this much more than with the root
     speed: float = 1.0  # seconds now to seconds of the curves
     between: float = 0.0  # seconds from one cycle to the next
     error: float = 0.0  # mean relative error of the newest predictions of whole cycles
+
+    def __post_init__(self) -> None:
+        self.verify, self.extend, self.step = (CostCurve(self.policy) for _ in range(3))
+
+    def kv_cost(self, kv: float, nodes: Floats | float) -> Floats:
+        """KV tokens that cost as much to the roots alone as `kv` tokens do to `nodes` per request, of any shape."""
+        return kv * (1 + self.kv_per_node * (np.asarray(nodes) - 1))
 
     def cycle(
         self,
@@ -147,17 +162,40 @@ class CostModel:
         steps: Floats | float,
         forwards: Floats | float,
         fed: Floats | float,
-        kv: float = 0.0,
+        kv: Floats | float = 0.0,
     ) -> Floats:
-        """Seconds of cycles that verify `rows` over `kv` tokens. Arrays of any shapes that go together.
+        """Seconds of cycles that verify `rows` over `kv` tokens, see `kv_cost`. Arrays of any shapes that go together.
 
         `drafting` requests draft trees of `steps` levels, in `forwards` draft steps that feed `fed` nodes of each.
         """
-        # Draft-extend has as many rows for each request as the one with most accepted tokens needs.
-        extended = 1 + np.minimum(steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
-        drafts = self.extend.predict(extended * drafting)
+        drafts = self.extend.predict(extended_rows(drafting, steps))
         drafts = drafts + draft_steps(forwards) * self.step.predict(fed * drafting)
         return self.speed * (self.verify.predict(rows, kv) + drafts) + self.between
+
+    def learn(self, outcome: Outcome) -> float:
+        """Update all curves by the stages' seconds. Returns what was predicted for decoding, in seconds."""
+        stages, waited = outcome.stages, outcome.waited
+        if not outcome.drafting:
+            self.wait(waited)
+        kv = float(sum(decode.seq_len for decode in outcome.decodes))
+        kv = float(self.kv_cost(kv, outcome.rows / len(outcome.decodes)))
+        times = StageTimes.of(stages, outcome.forwards)
+        predicted = self.observe(self.verify, outcome.rows, kv, times.verify)
+        if outcome.drafting:
+            if times.step is not None:
+                steps = float(draft_steps(outcome.forwards))
+                predicted += steps * self.observe(self.step, outcome.fed, 0.0, times.step)
+            # In between lessons, because these take time themselves: the rest is to commit more tokens.
+            is_usual = waited < LONGEST_WAIT and not outcome.has_prompts and not outcome.is_lesson
+            later = waited - self.between if is_usual else 0.0
+            predicted += self.observe(self.extend, outcome.extended, 0.0, times.extend + max(0.0, later))
+        self.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
+        return predicted
+
+    def joining(self, outcome: Outcome) -> float:
+        """About the seconds that the rows of prompts took of the verify forward."""
+        both = outcome.rows + outcome.joined
+        return self.speed * (self.verify.at(both) - self.verify.at(outcome.rows)) if outcome.joined else 0.0
 
     def observe(self, curve: CostCurve, rows: float, kv: float, seconds: float) -> float:
         """A stage took `seconds`. Returns the seconds that were predicted."""

@@ -22,6 +22,7 @@ from eagle_server.ops.native.structs import EstimatesStruct
 from eagle_server.ops.sampling.correction import correct_guesses, corrected
 from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import Tree
+from eagle_server.worker.budget.outcome import LessonOutcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
@@ -75,6 +76,18 @@ class AcceptanceEstimates:
             path_logp = (tree.mask[:, 1:, 1:] * chances[:, None]).sum(-1)
         padding = tree.tokens[:, 1:] < 0
         return replace(tree, scores=path_logp.masked_fill(padding, float("-inf")), guesses=guesses)
+
+    def learn(self, trees: LessonOutcome) -> None:
+        """Observe the nodes that were tried: their parents were accepted."""
+        parents = trees.verified_parents
+        reached = np.zeros((len(parents), parents.shape[1] + 2), dtype=np.bool_)
+        np.put_along_axis(reached, trees.path, values=True, axis=1)  # the padding, -1, is the spare last column
+        tried = np.take_along_axis(reached, parents, axis=1) & trees.is_node
+        temperature_bin = np.array([[trees.decodes[n].sampling.temperature_bin] for n in trees.drafting])
+        temperature_bins = np.broadcast_to(temperature_bin, tried.shape)[tried]
+        same = parents[:, :, None] == parents[:, None, :]
+        later = (same & np.tri(same.shape[1], k=-1, dtype=np.bool_)).any(axis=2)[tried].astype(np.int64)
+        self.observe(trees.guesses[tried], (temperature_bins, trees.depths[tried], later), reached[:, 1:-1][tried])
 
     def observe(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_server.plan import TEMPERATURE_BINS, Decode, TreeShape
+from eagle_server.worker.budget.outcome import LessonOutcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 
 Floats = NDArray[np.float64]
@@ -65,10 +66,11 @@ class Prospects:
         told: NDArray[np.bool_] = (self._steps <= shape.steps) & (self._most <= shape.nodes) & (self._widths <= widest)
         return told[:, 0]
 
-    def add(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, cycle: int, shape: TreeShape) -> None:
-        """Each request has drafted a tree of this shape, [requests, nodes], parents before children."""
-        told = self._told_by(shape)
-        seen = self.evaluate(np.nan_to_num(logp, nan=-np.inf, neginf=-np.inf), parents)
+    def learn(self, trees: LessonOutcome, cycle: int) -> None:
+        """Let the trees of this cycle count."""
+        decodes = [trees.decodes[number] for number in trees.drafting]
+        told = self._told_by(trees.shape)
+        seen = self.evaluate(np.nan_to_num(trees.logp.astype(float), nan=-np.inf, neginf=-np.inf), trees.parents)
         bins = [self._requests + decode.sampling.temperature_bin for decode in decodes]
         for shared in set(bins):
             own = [n for n, each in enumerate(bins) if each == shared]

@@ -65,10 +65,10 @@ class BlockDrafter(RowDrafter):
 
     def prefill(self, prompts: Prompts) -> None:
         """The context's KV of prompt rows. A row needs its feature alone, not the token after it."""
-        if prompts.pairs is not None:
-            batch = prompts.pairs.batch
+        if prompts.pairs is not None and prompts.features is not None:
+            batch = prompts.pairs
             slots = batch.attention.out_cache_loc
-            self.head.write_context(prompts.pairs.features, batch.positions, slots, self.attention.pool)
+            self.head.write_context(prompts.features, batch.positions, slots, self.attention.pool)
 
     def extend(self, batch: DecodeBatch) -> ContextWritten:
         """The context's KV of accepted tokens. Rows past these are scratch behind the context, as blocks are."""

@@ -63,9 +63,9 @@ class EagleDrafter:
 
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
-        if prompts.pairs is None:
+        if prompts.pairs is None or prompts.features is None:
             return
-        batch, features = prompts.pairs.batch, prompts.pairs.features
+        batch, features = prompts.pairs, prompts.features
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
         if self._native is not None and bound.native_rows is not None:
             self._native.prefill(batch.tokens, features, batch.positions, bound.native_rows)

@@ -42,10 +42,10 @@ class PEagleDrafter(RowDrafter):
 
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
-        if prompts.pairs is not None:
-            batch = prompts.pairs.batch
+        if prompts.pairs is not None and prompts.features is not None:
+            batch = prompts.pairs
             bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-            self.head.extend(batch.tokens, prompts.pairs.features, batch.positions, bound)
+            self.head.extend(batch.tokens, prompts.features, batch.positions, bound)
 
     def extend(self, batch: DecodeBatch) -> DraftRows:
         """One forward: the pairs of accepted tokens, then the mask slots, then padding up to the widest request."""

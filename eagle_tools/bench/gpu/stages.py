@@ -96,12 +96,12 @@ def measured(engine: Engine, prompts: Sequence[Sequence[int]], *, cuda: bool) ->
 @contextmanager
 def _every_stage_named(engine: Engine) -> Iterator[None]:
     """The engine measures, and so names, the stages of every cycle, not of some."""
-    drafting = engine.worker.drafting
-    usual, drafting.measured_every = drafting.measured_every, 1
+    lessons = engine.worker.drafting.budget.lessons
+    usual, lessons.measured_every = lessons.measured_every, 1
     try:
         yield
     finally:
-        drafting.measured_every = usual
+        lessons.measured_every = usual
 
 
 def of_trace(events: Iterable[Mapping[str, Any]], cycles: int) -> StageKernels:

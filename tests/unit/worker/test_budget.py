@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget.budget import NOTHING, AdaptiveBudget, CycleBudget
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.policy import POLICY
-from eagle_server.worker.budget.prospects import shapes
+from eagle_server.worker.budget.prospects import Floats, Ints, shapes
 from eagle_server.worker.first_drafts import FirstDrafts
 
-STEPS, TOPK, SIZE = 5, 4, 8
+STEPS, SIZE = 5, 8
+CPU = torch.device("cpu")
 
 
 def decode(index: int, temperature: float = 0.0, seq_len: int = 100, **given: Any) -> Decode:
@@ -25,34 +31,51 @@ def decode(index: int, temperature: float = 0.0, seq_len: int = 100, **given: An
     return Decode(index, seq_len, 7, RequestSampling(params, key=index), all_tokens=[1, 2, 3], **given)
 
 
-def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: float = 0.0) -> CostModel:
-    """Milliseconds that grow with the rows verified, from the first row on."""
-    model = CostModel()
+def costs(
+    per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: float = 0.0, period: int = 8
+) -> CostModel:
+    """Milliseconds that grow with the rows verified, from the first row on. No observation moves them."""
+    model = CostModel(replace(POLICY, rate=0.0, lesson_period=period))
     model.verify.fit({1: fixed + per_row, 1000: fixed + 1000 * per_row})
     model.extend.fit({1: step, 1000: step + 1000 * per_request})
     model.step.fit({1: step, 1000: step + 1000 * per_request})
     return model
 
 
-def draft(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, chances: dict[int, float]) -> None:
-    """One node per level; each is accepted with its request's chance if its parent is."""
-    depths = np.arange(1, chosen.steps + 1)
-    if chosen.drafting:
-        logp = np.stack([depths * math.log(chances[number]) for number in chosen.drafting])
-        drafted = [decodes[number] for number in chosen.drafting]
-        budget.saw_trees(drafted, logp, np.tile(depths - 1, (len(logp), 1)), chosen.shape)
+def chains(chances: Sequence[float], shape: TreeShape) -> dict[str, Any]:
+    """Trees with one node per level; each is accepted with its request's chance if its parent is."""
+    depths = np.tile(np.arange(1, shape.steps + 1), (len(chances), 1))
+    return trees(shape, depths * np.log(np.array(chances)[:, None]), depths - 1)
 
 
-def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 60) -> list[CycleBudget]:
-    """Cycles in which every drafted tree is such a chain. The first ones and every eighth are lessons."""
+def trees(shape: TreeShape, logp: Floats, parents: Ints) -> dict[str, Any]:
+    """Trees of which no node is tried, as `LessonOutcome` has them."""
+    nobody, roots = np.zeros(parents.shape, np.bool_), np.zeros((len(logp), 1), int)
+    verified = {"guesses": logp, "verified_parents": parents, "depths": parents, "is_node": nobody, "path": roots}
+    return {"shape": shape, "logp": logp, "parents": parents, **verified}
+
+
+def learn(
+    budget: AdaptiveBudget,
+    decodes: list[Decode],
+    chosen: CycleBudget,
+    trees: dict[str, Any] | None = None,
+    tokens: int = 0,
+    seconds: float = 1.0,
+) -> None:
+    """The cycle is over. Only of a lesson the trees are read."""
+    make = LessonOutcome if chosen.is_lesson and trees else Outcome
+    read = trees if chosen.is_lesson and trees else {}
+    of = decodes, chosen.drafting, tokens, seconds, 0.0, {"verify": seconds}
+    budget.learn(make(*of, rows=len(decodes), is_lesson=chosen.is_lesson, **read))
+
+
+def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 80) -> list[CycleBudget]:
+    """Cycles in which every drafted tree is such a chain. Without the lessons."""
     chosen = []
-    for cycle in range(cycles):
-        lesson = cycle < 20 or cycle % 8 == 0
-        budgeted = budget.choose(decodes, [True] * len(decodes), lesson=lesson)
-        if lesson:
-            draft(budget, decodes, budgeted, dict.fromkeys(range(len(decodes)), chance))
-        else:
-            chosen.append(budgeted)
+    for _ in range(cycles):
+        budgeted = budget.choose(decodes, [True] * len(decodes))
+        chosen += [] if budgeted.is_lesson else [budgeted]
         take(budget, decodes, budgeted, chance)
     return chosen
 
@@ -68,11 +91,12 @@ def take(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, cha
         option = next(n for n, each in enumerate(budget.prospects.options) if each[0] >= chosen.steps)
         nodes = np.full((len(budget.prospects.options), 1), drafting * len(levels))
         seconds = float(budget._seconds(len(decodes), nodes, np.array([drafting]), kv)[option, 0])
-    budget.took(len(decodes), has_drafted=bool(chosen.drafting), tokens=round(tokens), seconds=seconds)
+    drafted = chains([chance] * len(chosen.drafting), chosen.shape) if chosen.drafting else None
+    learn(budget, decodes, chosen, drafted, round(tokens), seconds)
 
 
 def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
-    return AdaptiveBudget(64, (STEPS, SIZE), model, lambda steps: steps - 1, **given)  # type: ignore[arg-type]
+    return AdaptiveBudget(64, (STEPS, SIZE), model, AcceptanceEstimates(CPU), lambda steps: steps - 1, **given)  # type: ignore[arg-type]
 
 
 def test_cheap_rows_and_good_drafts_get_the_whole_depth() -> None:
@@ -101,10 +125,10 @@ def test_the_load_switches_drafting_off_and_on_again() -> None:
 
 
 def test_a_request_whose_drafts_are_not_believed_gets_its_root_only() -> None:
-    budget, decodes = adaptive(costs(5e-4, per_request=3e-4)), [decode(0), decode(1)]
+    budget, decodes = adaptive(costs(5e-4, per_request=3e-4, period=1)), [decode(0), decode(1)]
     for _ in range(60):
-        chosen = budget.choose(decodes, [True, True], lesson=True)
-        draft(budget, decodes, chosen, {0: 0.9, 1: 0.02})
+        chosen = budget.choose(decodes, [True, True])
+        learn(budget, decodes, chosen, chains([[0.9, 0.02][n] for n in chosen.drafting], chosen.shape))
     assert chosen.drafting == (0,)
     assert chosen.least_logp > math.log(0.02)
 
@@ -120,32 +144,35 @@ def test_a_request_that_was_not_believed_is_probed_and_comes_back() -> None:
 def test_lessons_draft_for_greedy_requests_until_the_draft_is_judged() -> None:
     """Else a budget that stops drafting would hide why."""
     first_drafts = FirstDrafts("causes")
-    budget, decodes = adaptive(costs(per_row=1.0), first_drafts=first_drafts), [decode(0), decode(1, temperature=1.0)]
+    model, decodes = costs(per_row=1.0, period=1), [decode(0), decode(1, temperature=1.0)]
+    budget = adaptive(model, first_drafts=first_drafts)
     for _ in range(POLICY.first_lessons):
-        draft(budget, decodes, budget.choose(decodes, [True, True], lesson=True), {0: 0.01, 1: 0.01})
-    assert budget.choose(decodes, [True, True], lesson=True).drafting == (0,)
-    assert budget.choose(decodes, [False, True], lesson=True).drafting == ()
+        chosen = budget.choose(decodes, [True, True])
+        learn(budget, decodes, chosen, chains([0.01, 0.01], chosen.shape))
+    assert budget.choose(decodes, [True, True]).drafting == (0,)
+    assert budget.choose(decodes, [False, True]).drafting == ()
+    budget.lessons.policy = POLICY
     assert budget.choose(decodes, [True, True]).drafting == (), "lessons only"
-    first_drafts.is_open = False
-    assert budget.choose(decodes, [True, True], lesson=True).drafting == ()
+    first_drafts.is_open, budget.lessons.policy = False, model.policy
+    assert budget.choose(decodes, [True, True]).drafting == ()
 
 
 def test_the_first_lessons_draft_even_where_nothing_is_expected() -> None:
     """The costs measured at start-up may be wrong by a busy moment, and the chances are a prior."""
-    budget, decodes = adaptive(costs(per_row=1.0)), [decode(0), decode(1, temperature=1.0)]
+    budget, decodes = adaptive(costs(per_row=1.0, period=1)), [decode(0), decode(1, temperature=1.0)]
     for _ in range(POLICY.first_lessons):
-        chosen = budget.choose(decodes, [True, True], lesson=True)
+        chosen = budget.choose(decodes, [True, True])
         assert chosen.drafting == (0, 1)
-        draft(budget, decodes, chosen, {0: 0.5, 1: 0.5})
-        budget.took(2, has_drafted=True, tokens=2, seconds=1.0)
+        learn(budget, decodes, chosen, chains([0.5, 0.5], chosen.shape), tokens=2)
     assert budget._credit == 0.0
-    assert budget.choose(decodes, [True, True], lesson=True).drafting == ()
+    assert budget.choose(decodes, [True, True]).drafting == ()
+    budget.lessons.policy = POLICY
     assert budget.choose(decodes, [True, True]).drafting == ()
 
 
 def test_requests_that_must_not_draft_do_not() -> None:
-    assert adaptive(costs(1e-5)).choose([decode(0)], [False]) == NOTHING
-    assert adaptive(costs(1e-5)).choose([decode(0), decode(1)], [False, True], lesson=True).drafting == (1,)
+    assert adaptive(costs(1e-5)).choose([decode(0)], [False]) == replace(NOTHING, is_lesson=True)
+    assert adaptive(costs(1e-5)).choose([decode(0), decode(1)], [False, True]).drafting == (1,)
 
 
 def test_graphs_have_a_ladder_of_shapes() -> None:
@@ -193,14 +220,10 @@ def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> N
 
 def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() -> None:
     budget, decodes = adaptive(costs(2e-4)), [decode(i) for i in range(16)]
-    for cycle in range(200):
-        chosen = budget.choose(decodes, [True] * 16, lesson=cycle % 8 == 0)
-        if cycle % 8 == 0:
-            draft(budget, decodes, chosen, dict.fromkeys(range(16), 0.6))
-        has_drafted = bool(chosen.drafting)
-        budget.took(
-            16, has_drafted=has_drafted, tokens=30 if has_drafted else 16, seconds=30e-3 if has_drafted else 12e-3
-        )
+    for _ in range(200):
+        chosen = budget.choose(decodes, [True] * 16)
+        measured = (30, 30e-3) if chosen.drafting else (16, 12e-3)
+        learn(budget, decodes, chosen, chains([0.6] * 16, chosen.shape) if chosen.drafting else None, *measured)
     assert sum(len(budget.choose(decodes, [True] * 16).drafting) > 1 for _ in range(50)) == 0
     assert budget.state().choice.startswith("off, because it was measured to be slower than plain decoding")
     few = sum(len(each.drafting) for each in settled(budget, decodes[:1], 0.6, cycles=100)[50:])
@@ -231,14 +254,14 @@ def test_what_was_lost_on_short_answers_is_noticed_between_their_prompts(apart: 
     drafted = 0
     for cycle in range(600):
         if cycle % (apart + 1) == apart:  # the request's last token, which needs no draft
-            assert budget.choose([decode(0, tokens_left=1)], [False]) == NOTHING
-            budget.took(1, has_drafted=False, tokens=1, seconds=5e-3)
+            chosen = budget.choose([decode(0, tokens_left=1)], [False])
+            assert not chosen.drafting
+            learn(budget, decodes, chosen, None, tokens=1, seconds=5e-3)
             continue
-        chosen = budget.choose(decodes, [True], lesson=cycle % 16 == 0)
-        if cycle % 16 == 0:
-            draft(budget, decodes, chosen, {0: 0.9})
+        chosen = budget.choose(decodes, [True])
         drafts = bool(chosen.drafting)
-        budget.took(1, has_drafted=drafts, tokens=2 if drafts else 1, seconds=12e-3 if drafts else 5e-3)
+        measured = (2, 12e-3) if drafts else (1, 5e-3)
+        learn(budget, decodes, chosen, chains([0.9], chosen.shape) if drafts else None, *measured)
         drafted += drafts and cycle >= 400
     assert not drafted
 
@@ -254,15 +277,18 @@ def test_plain_decoding_is_measured_where_drafting_promises_much() -> None:
 @pytest.mark.parametrize(("second", "width"), [(0.02, 1), (0.3, 2)])
 def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     """Each node has a likely first child, and a second one that is accepted with the given chance."""
-    model = costs(1e-4)
+    model = costs(1e-4, period=1)
     model.step.fit({1: 5e-4, 2: 6e-4, 4: 3e-3})
-    budget, decodes = AdaptiveBudget(64, (2, 8), model, lambda steps: steps - 1, 4), [decode(0)]
+    decodes, parents = [decode(0)], np.array([[0, 0, 1, 1, 2, 2, 0]])
+    budget = AdaptiveBudget(64, (2, 8), model, AcceptanceEstimates(CPU), lambda steps: steps - 1, 4)
     chances = np.log(np.array([[0.6, second, 0.36, 0.6 * second, 0.6 * second, second**2, 0.001]]))
     for _ in range(40):
-        assert budget.choose(decodes, [True], lesson=True).topk == 0, "a lesson has all nodes"
-        budget.saw_trees(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]), budget.largest(1))
+        chosen = budget.choose(decodes, [True])
+        assert chosen.topk == 0, "a lesson has all nodes"
+        learn(budget, decodes, chosen, trees(chosen.shape, chances, parents))
     for _ in range(POLICY.plain_cycles):
-        budget.took(1, has_drafted=False, tokens=1, seconds=1e-2)
+        learn(budget, decodes, replace(NOTHING, is_lesson=True), tokens=1, seconds=1e-2)
+    budget.lessons.policy = POLICY
     chosen = budget.choose(decodes, [True])
     assert (chosen.drafting, chosen.topk) == ((0,), width)
 

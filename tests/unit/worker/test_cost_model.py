@@ -94,3 +94,13 @@ def test_a_stage_that_took_no_time_at_first_is_learned() -> None:
     for _ in range(200):
         model.observe(model.step, 1, 0.0, 1e-5)
     assert float(model.step.predict(1.0)) > 0
+
+
+def test_nodes_make_the_reading_of_long_texts_dearer() -> None:
+    model = CostModel(kv_per_node=0.02)
+    model.verify.fit({1: 7e-3, 100: 8e-3}, per_kv=4e-8)
+    plain, wide = (model.verify.at(64.0, float(model.kv_cost(32_768.0, nodes))) for nodes in (1, 64))
+    assert wide - plain == pytest.approx(4e-8 * 32_768 * 0.02 * 63)
+    drafting, rows = np.array([1.0]), np.array([[1.0], [64.0]])
+    seconds = model.cycle(rows, drafting, 0.0, 0.0, 0.0, model.kv_cost(32_768.0, rows))
+    assert seconds[1, 0] == pytest.approx(wide)

@@ -114,10 +114,10 @@ def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: py
     class Sometimes:
         """A budget that drafts in some cycles only, and then for some requests only."""
 
-        def choose(self, decodes: Any, able: Any, **given: Any) -> Any:
+        def choose(self, decodes: Any, able: Any) -> Any:
             cycles[0] += 1
             some = [may and (cycles[0] * 5 + n) % 7 > 1 for n, may in enumerate(able)]
-            return budget.choose(decodes, some, **given)
+            return budget.choose(decodes, some)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(budget, name)

@@ -95,6 +95,6 @@ def test_a_joining_prompt_leaves_no_half_measured_cycle(engine: Engine) -> None:
 
 
 def test_a_profile_may_name_every_cycle(engine: Engine) -> None:
-    engine.worker.drafting.measured_every = 1
+    engine.worker.drafting.budget.lessons.measured_every = 1
     engine.add(request(0, range(1, 9), max_tokens=60, ignore_eos=True))
     assert all(stepped(engine)[0].stage_seconds for _ in range(4))

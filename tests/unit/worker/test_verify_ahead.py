@@ -151,9 +151,9 @@ class Sometimes:
     def __init__(self, budget: Any) -> None:
         self.budget, self.cycles = budget, 0
 
-    def choose(self, decodes: Any, able: Any, **given: Any) -> Any:
+    def choose(self, decodes: Any, able: Any) -> Any:
         self.cycles += 1
-        return self.budget.choose(decodes, able if self.cycles % 7 < 3 else [False] * len(able), **given)
+        return self.budget.choose(decodes, able if self.cycles % 7 < 3 else [False] * len(able))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.budget, name)
