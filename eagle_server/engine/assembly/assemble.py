@@ -31,16 +31,17 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.device import has_streams, on_gpu
 from eagle_server.plan import TreeShape
 from eagle_server.request import Ready
 from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.batch.batch import Batches
-from eagle_server.worker.budget.budget import AdaptiveBudget, Budget, FixedBudget
+from eagle_server.worker.budget.budget import AdaptiveBudget, Budget, FixedBudget, Lessons
 from eagle_server.worker.budget.cost_model import CostModel
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.policy import POLICY, WITH_EVENTS
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.first_drafts import FirstDrafts
@@ -152,13 +153,14 @@ def _drafting(
     """The drafter under its budget."""
     tree, estimates = config.tree, batches.estimates
     first_drafts = None if draft is None else FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
-    budget: Budget = FixedBudget(tree.model_steps, tree.nodes, estimates=estimates)
+    policy = WITH_EVENTS if has_streams(batches.device) else POLICY
+    budget: Budget = FixedBudget(tree.model_steps, tree.nodes, estimates=estimates, lessons=Lessons(policy))
     if config.adaptive:
         assert estimates is not None
         trees = {size: each[:-1] for size, each in shapes.items()}  # but no tree
         sizes = (batches.pad_row + 1, (tree.steps, tree.nodes))
         budget = AdaptiveBudget(
-            *sizes, CostModel(), estimates, drafter.forwards, drafter.widest, trees, first_drafts=first_drafts
+            *sizes, CostModel(policy), estimates, drafter.forwards, drafter.widest, trees, first_drafts=first_drafts
         )
     extends_ahead = drafter.extends_ahead and tree.steps < tree.num_lookahead_slots
     return TreeDrafting(drafter, batches, budget, extends_ahead=extends_ahead, first_drafts=first_drafts)

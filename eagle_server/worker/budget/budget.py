@@ -91,7 +91,7 @@ class Lessons:
     """
 
     def __init__(self, policy: BudgetPolicy = POLICY) -> None:
-        self.policy, self.cycle, self.measured_every = policy, 0, policy.lesson_period // 2
+        self.policy, self.cycle, self.measured_every = policy, 0, policy.observed_every
         self._given: Counter[tuple[int, TreeShape]] = Counter()
 
     def next(self, decodes: Sequence[Decode], largest: TreeShape) -> bool:

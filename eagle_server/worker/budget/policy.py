@@ -3,12 +3,13 @@
 [parts] 2026-11-25: a budget of fewer parts that chooses the width of draft steps
 [whole] 2026-11-22: a budget that learns from whole trees and trusts what it measured
 [out] 2026-11-27: long contexts, and each mechanism of the budget taken out
+[joins] 2026-11-27: prompts in the forward that verifies, and costs observed more often
 [never]: the value was never measured, though the mechanism may have been.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class BudgetPolicy:
 
     # Lessons.
     first_lessons: int = 10  # [parts] cycles at first that are all lessons, in each temperature bin
-    lesson_period: int = 32  # [parts] cycles from one lesson to the next later, and twice as often costs are observed
+    lesson_period: int = 32  # [parts] cycles from one lesson to the next later
     probe_share: float = 0.004  # [never] of the time: for lessons where nothing is expected of drafting
     probe_chance: float = 0.5  # [never] least chance that a node of theirs must have to be verified
 
@@ -28,6 +29,7 @@ class BudgetPolicy:
     memory: float = 400.0  # [out] expected acceptances in a bin after which the older ones count half; 40 may be better
 
     # Costs.
+    observed_every: int = 4  # [joins] cycles from one whose stages are observed to the next
     rate: float = 0.05  # [never] weight of the newest observation in a curve; twice that in the machine's speed
     outlier: float = 2.0  # [never] times what was expected: a cycle counts as no more; another process had the core
     farthest: float = 5.0  # [never] a curve stays within this factor of what was measured at start-up
@@ -42,3 +44,4 @@ class BudgetPolicy:
 
 
 POLICY = BudgetPolicy()
+WITH_EVENTS = replace(POLICY, observed_every=16)  # [never] where the host records events for it: about a millisecond

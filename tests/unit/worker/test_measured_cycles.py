@@ -16,7 +16,7 @@ from tests.support.engines import random_head, random_target, request, speculati
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCallRecorder
 
-EVERY = POLICY.lesson_period // 2
+EVERY = POLICY.observed_every
 STAGES = ("budget", "extend", "propose", "build_tree", "verify", "accept", "keep", "emit", "unused")
 
 
