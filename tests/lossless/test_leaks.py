@@ -15,7 +15,7 @@ from eagle_server.request import FinishReason, Request
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram.drafter import NgramTries
-from eagle_server.worker.verifier import Verified
+from eagle_server.worker.verifier import Prefilled, Verified
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import weights_of
@@ -84,12 +84,12 @@ def disturbed(engine: Engine, requests: list[Request], rng: random.Random) -> di
 
 def fail_now_and_then(engine: Engine, every: int) -> None:
     """Once per `every` cycles, the target's logits of the youngest decoding request become NaN."""
-    verifier, original, cycles = engine.worker.verifier, engine.worker.verifier.verify, 0
+    verifier, cycles = engine.worker.verifier, 0
+    verify, mixed = verifier.verify, verifier.mixed
 
-    def failing(batch: DecodeBatch, tree: Tree) -> Verified:
+    def broken(verified: Verified, batch: DecodeBatch, tree: Tree) -> Verified:
         nonlocal cycles
         cycles += 1
-        verified = original(batch, tree)
         if cycles % every:
             return verified
         logits = verified.logits.clone()
@@ -97,7 +97,12 @@ def fail_now_and_then(engine: Engine, every: int) -> None:
         logits[(last - 1) * size : last * size] = float("nan")
         return replace(verified, logits=logits)
 
-    verifier.verify = failing  # type: ignore[method-assign]
+    def failing_mixed(batch: DecodeBatch, tree: Tree, *prompts: Any) -> tuple[Verified, Prefilled]:
+        verified, prefilled = mixed(batch, tree, *prompts)
+        return broken(verified, batch, tree), prefilled
+
+    verifier.verify = lambda batch, tree: broken(verify(batch, tree), batch, tree)  # type: ignore[method-assign]
+    verifier.mixed = failing_mixed  # type: ignore[method-assign]
 
 
 def texts_seen(engine: Engine) -> dict[int, list[int]]:
