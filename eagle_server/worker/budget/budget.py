@@ -29,6 +29,7 @@ from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.budget.prospects import Floats, Prospects
+from eagle_server.worker.clock import PREFILL
 from eagle_server.worker.first_drafts import FirstDrafts
 
 _LEAST_LOGP = np.linspace(math.log(0.95), math.log(0.005), 24)  # to choose from
@@ -309,7 +310,7 @@ class AdaptiveBudget:
 
     def _compare(self, outcome: Outcome) -> None:
         """Measure the speed of this cycle without its prompts."""
-        seconds = outcome.seconds - outcome.stages.get("prefill", 0.0) - self.costs.joining(outcome)
+        seconds = outcome.seconds - outcome.stages.get(PREFILL, 0.0) - self.costs.joining(outcome)
         if not outcome.drafting:
             self._credit += self.policy.probe_share * seconds
             self._measured[1].add(outcome.tokens, seconds)

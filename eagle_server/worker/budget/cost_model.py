@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from eagle_server.worker.ahead import UNUSED
 from eagle_server.worker.budget.outcome import Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
+from eagle_server.worker.clock import PREFILL
 
 Floats = NDArray[np.float64]
 
@@ -189,7 +190,7 @@ class CostModel:
             is_usual = waited < LONGEST_WAIT and not outcome.has_prompts and not outcome.is_lesson
             later = waited - self.between if is_usual else 0.0
             predicted += self.observe(self.extend, outcome.extended, 0.0, times.extend + max(0.0, later))
-        self.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
+        self.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in (PREFILL, UNUSED)))
         return predicted
 
     def joining(self, outcome: Outcome) -> float:
