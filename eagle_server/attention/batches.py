@@ -187,22 +187,14 @@ def mixed_batch(trees: AttentionBatch, prompts: AttentionBatch, layout: Layout) 
 
 def parts_of(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
     """What `mixed_batch` has put together."""
-    layouts, masks = batch.layout.parts, (batch.mask, Causal())
-    requests, rows = len(layouts[0].q_lens), sum(layouts[0].q_lens)
-    trees, prompts = (
-        AttentionBatch(
-            batch.req_pool_indices[of_requests],
-            batch.kv_lens[of_requests],
-            batch.req_to_token,
-            batch.out_cache_loc[of_rows],
-            mask,
-            layout,
-        )
-        for of_requests, of_rows, mask, layout in zip(
-            (slice(requests), slice(requests, None)), (slice(rows), slice(rows, None)), masks, layouts, strict=True
-        )
+    trees, prompts = batch.layout.parts
+    requests, rows = len(trees.q_lens), sum(trees.q_lens)
+    indices, kv_lens = (each.tensor_split([requests]) for each in (batch.req_pool_indices, batch.kv_lens))
+    slots, table = batch.out_cache_loc.tensor_split([rows]), batch.req_to_token
+    return (
+        AttentionBatch(indices[0], kv_lens[0], table, slots[0], batch.mask, trees),
+        AttentionBatch(indices[1], kv_lens[1], table, slots[1], Causal(), prompts),
     )
-    return trees, prompts
 
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:

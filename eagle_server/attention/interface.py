@@ -87,8 +87,8 @@ class Layout:
     def parts(self) -> tuple[Layout, Layout]:
         """The layouts of the requests before the chunks, and of the chunks."""
         trees = len(self.q_lens) - self.chunks
-        both = ((self.q_lens[:trees], self.kv_lens[:trees]), (self.q_lens[trees:], self.kv_lens[trees:]))
-        return Layout(*both[0], mask_width=self.mask_width), Layout(*both[1])
+        before = Layout(self.q_lens[:trees], self.kv_lens[:trees], mask_width=self.mask_width)
+        return before, Layout(self.q_lens[trees:], self.kv_lens[trees:])
 
     @property
     def q_len(self) -> int | None:

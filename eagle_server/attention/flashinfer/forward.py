@@ -73,7 +73,7 @@ class FlashInferBackend(ABC):
     def __init__(
         self, pool: Pool, workspace: Workspace, specs: Collection[tuple[Any, ...]], limits: AttentionLimits
     ) -> None:
-        self.pool, self.workspace, self.limits = pool, workspace, limits
+        self.pool, self.workspace = pool, workspace
         self.specs = tuple(dict.fromkeys(PlanSpec(*spec) for spec in specs))
         self._by_shape = any(spec.shape is not None for spec in self.specs)
         self.scratch = Scratch(limits, pool.keys[0].device)
@@ -97,14 +97,13 @@ class FlashInferBackend(ABC):
             ValueError: the forward is larger than `limits`.
         """
         if not layout.chunks:
-            return self._plan(layout, self.limits, self.scratch)
+            return self._plan(layout, self.scratch)
         trees, chunks = layout.parts
-        eager = AttentionLimits(MIXED_CHUNKS, self.limits.kv_len)
-        return MixedPlan(self._plan(trees, self.limits, self.scratch), self._plan(chunks, eager, self._chunks_scratch))
+        return MixedPlan(self._plan(trees, self.scratch), self._plan(chunks, self._chunks_scratch))
 
-    def _plan(self, layout: Layout, limits: AttentionLimits, scratch: Scratch) -> FlashInferPlan:
-        _check(layout, limits)
-        batch, rows = len(layout.q_lens), layout.q_len or 0
+    def _plan(self, layout: Layout, scratch: Scratch) -> FlashInferPlan:
+        _check(layout, scratch.limits)
+        batch, rows, limits = len(layout.q_lens), layout.q_len or 0, scratch.limits
         static = batch in limits.graph_batches and rows in limits.graph_rows
         modes = tuple(self.mode(layout, spec.window) for spec in self.specs)
         both = zip(self.specs, modes, strict=True)
@@ -268,9 +267,12 @@ class BoundFlashInfer(BoundAttention):
 
     def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.attend`."""
-        if self.chunks is not None:
-            trees, chunks = q.tensor_split([len(q) - len(self.chunks.out_cache_loc)])
-            return torch.cat([replace(self, chunks=None).attend(trees, layer), self.chunks.attend(chunks, layer)])
+        if self.chunks is None:
+            return self._attend(q, layer)
+        trees, chunks = q.tensor_split([len(q) - len(self.chunks.out_cache_loc)])
+        return torch.cat([self._attend(trees, layer), self.chunks.attend(chunks, layer)])
+
+    def _attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
         backend, pool = self.plan.backend, self.plan.backend.pool
         if self.plan.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")

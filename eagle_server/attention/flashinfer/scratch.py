@@ -63,14 +63,14 @@ class Scratch:
 
     def __init__(self, limits: AttentionLimits, device: torch.device) -> None:
         self.owner: object = None
-        self._limits, self._device = limits, device
+        self.limits, self._device = limits, device
         self._slots: dict[Hashable, Tensor] = {}
         self._bits: dict[Hashable, Tensor] = {}
         self._masks: dict[Hashable, PackedMask] = {}
 
     def slots(self, mode: Mode, batch: int, rows: int) -> Tensor:
         """int32 buffer for the slots of the longest forward of `batch` requests. Beams have `rows` lists for each."""
-        limits, lists = self._limits, rows if mode == "per_node" else 1
+        limits, lists = self.limits, rows if mode == "per_node" else 1
         key = (mode if mode in ("per_node", "cascade") else "all", lists)
         if key not in self._slots:
             self._slots[key] = int_buffer(limits.batch * lists * limits.kv_len, self._device)
@@ -78,9 +78,9 @@ class Scratch:
 
     def mask(self, batch: int, rows: int, sliding: int) -> PackedMask:
         """Buffers for the longest mask of `batch` requests with `rows` query rows each."""
-        key, size = (rows, sliding), -(-rows * self._limits.kv_len // 8)
+        key, size = (rows, sliding), -(-rows * self.limits.kv_len // 8)
         if key not in self._bits:
-            self._bits[key] = torch.zeros(self._limits.batch * size, dtype=torch.uint8, device=self._device)
+            self._bits[key] = torch.zeros(self.limits.batch * size, dtype=torch.uint8, device=self._device)
         if (batch, *key) not in self._masks:
             indptr = int_buffer(batch + 1, self._device)
             self._masks[batch, *key] = PackedMask(self._bits[key][: batch * size], indptr)
