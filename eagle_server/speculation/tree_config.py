@@ -85,6 +85,16 @@ class TreeConfig:
         return max(2, drafting, self.nodes, self.ngram_steps + 1 if self.ngram_steps else 0)
 
 
+def extend_widths(steps: int) -> tuple[int, ...]:
+    """Rows per request that draft-extend is captured with, the narrow ones first, if trees have up to `steps` levels.
+
+    A cycle accepts at most one token more than its trees have levels. The last width holds what the deepest accepts.
+    """
+    widest = steps + 1
+    narrow = max(2, steps // 2 + 1)
+    return (narrow, widest) if narrow < widest else (widest,)
+
+
 def fitting(shapes: Mapping[int, Sequence[TreeShape]], requests: int) -> Sequence[TreeShape]:
     """Of shapes by the sizes of batches, in order: those of the first that holds so many requests, else of the last.
 

@@ -45,7 +45,8 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget, self.estimates = drafter, batches, budget, batches.estimates
         self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
-        self._ended = 0.0  # when the last one ended
+        self._extended_rows = 0  # of the draft-extend that ran ahead
+        self._ended = 0.0  # when the last cycle ended
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
@@ -71,12 +72,12 @@ class TreeDrafting:
             cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
             return
         with clock.stage("extend"):
-            cycle.extended = len(drafting.seq_lens_host) * drafting.extend_width
             backlog = self.batches.backlog(drafting.decodes)
             if backlog is not None:
-                cycle.extended += sum(backlog.rows.counts)
+                cycle.extended = sum(backlog.rows.counts)
                 self.drafter.prefill(backlog)
             state = self._take_extended(drafting, clock)
+            cycle.extended += drafting.extend_rows if state is None else self._extended_rows
             if state is None:
                 state = self.drafter.extend(drafting)
             for decode in drafting.decodes:
@@ -121,7 +122,8 @@ class TreeDrafting:
             return
         clock = StageClock(self.batches.device, measured=self.measures_next)
         with clock.stage("extend"):
-            state = self.drafter.extend(batch.after(cycle.accepted))
+            after = batch.after(cycle.accepted)
+            state, self._extended_rows = self.drafter.extend(after), after.extend_rows
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         self.extended.put(state, requests, len(batch.seq_lens_host), clock)
 

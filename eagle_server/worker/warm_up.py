@@ -28,18 +28,22 @@ _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_
 
 def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
     """Run a long prompt, a prompt of one token, both at once where two requests may run, and decode batches of these
-    sizes and sequence lengths, with trees of this shape."""
+    sizes and sequence lengths, with trees of this shape, after cycles that accepted few tokens and many."""
     row = worker.batches.pad_row
     width = worker.batches.table.tensor.shape[1]
     long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))
     prompts = ((long,), (short,), (short, long))
     for chunks in prompts[:-1] if row < 2 else prompts:  # noqa: PLR2004  rows below the padding row are requests
         worker.run(CyclePlan(chunks=chunks, warm_up=shape))
-    shortest, *longer = [(length, _GREEDY) for length in lengths]
+    shortest, *longer = lengths
+    # In the second cycle the first one's requests have accepted as many tokens as they can: the widest draft-extend.
+    more = worker.batches.accepted_tokens.width if shape.steps else 0
+    both = ((shortest, _GREEDY, (row,)), (shortest + more, _SAMPLED, () if more else (row,)))
+    cycles = (*both, *((length, _GREEDY, (row,)) for length in longer), (shortest, _TRUNCATED, (row,)))
     for size in sizes:
-        for length, sampling in (shortest, *longer, (shortest[0], _SAMPLED), (shortest[0], _TRUNCATED)):
+        for length, sampling, released in cycles:
             decodes = (Decode(row, length, verified_id=0, sampling=sampling),) * size
-            worker.run(CyclePlan(decodes=decodes, released=(row,), warm_up=shape))
+            worker.run(CyclePlan(decodes=decodes, released=released, warm_up=shape))
     worker.run(CyclePlan(released=(row,), warm_up=shape))
     if has_streams(worker.batches.device):
         torch.cuda.synchronize()
@@ -121,7 +125,7 @@ class _Measured:
         times = self.tree(size, shape)
         self.verify.setdefault(self.rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
-        width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
+        width = batches.accepted_tokens.extend_width(1) if batches.sizes else 1  # here each has accepted one token
         self.extend.setdefault(size * width, times.extend)
         if times.step is not None:
             self.step[size * (shape.topk or self._worker.drafter.widest)] = times.step

@@ -91,7 +91,7 @@ def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
             **tree, **ways, backend="flashinfer", graph_sizes=SIZES, chunked_prefill_size=32, stand_ins=recorder
         )
         texts.append(tokens_of(run(engine, asked, joining=joining)))
-        forwards = 3 if tree else 1
+        forwards = 4 if tree else 1  # draft-extend has two widths
         assert len(engine.worker.verifier.graphs.keys) == forwards * len(SIZES)
     judged = [each for each in everything if not each.sampling.top_k and not each.sampling.min_tokens]
     verdict = judge(pair.target, judged, texts[1], texts[0], MARGIN[pair.dtype])

@@ -10,12 +10,14 @@ first call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from eagle_server.engine.engine import Engine
+from eagle_server.speculation.tree_config import extend_widths
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import eagle
@@ -79,4 +81,9 @@ def test_captured_cycles_on_flashinfer_give_the_plain_text(
 ) -> None:
     modes = {"verify_attention": form, "draft_attention": form}
     engine = check_case(drafting, scene, {"page_size": page, **modes, **as_on_a_gpu(SIZES)})
-    assert len(engine.worker.verifier.graphs.keys) == drafting.case.stages * len(SIZES), "each stage once per size"
+    captured = Counter(key[0] for key in engine.worker.verifier.graphs.keys)
+    widths = len(extend_widths(engine.worker.batches.steps))
+    assert captured.pop("extend", 0) in (0, widths * len(SIZES)), "draft-extend with each width"
+    assert set(captured.values()) == {len(SIZES)}, "each stage once per size"
+    stages = {key[0] for key in engine.worker.verifier.graphs.keys}
+    assert len(stages) == drafting.case.stages

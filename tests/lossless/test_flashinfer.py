@@ -72,7 +72,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
     outcome = run(engine, REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]})
     assert tokens_of(outcome) == texts
     captured = engine.worker.verifier.graphs.keys
-    assert len(captured) == 3 * len(sizes), "extend, propose and verify for each size"
+    assert len(captured) == 4 * len(sizes), "extend with two widths, propose and verify for each size"
 
 
 @eagle_is_deep

@@ -18,7 +18,7 @@ from eagle_server.engine.engine_config import Backend
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.triton_support import NoCompilerError
-from eagle_server.speculation.tree_config import TreeConfig
+from eagle_server.speculation.tree_config import TreeConfig, extend_widths
 from eagle_server.worker.graphs import bucket_sizes
 
 SMALL_MODEL = 50_000_000  # parameters; a smaller target is small
@@ -191,20 +191,20 @@ def graph_sizes(config: Config, backend: Backend, *models: ModelConfig) -> tuple
 def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *, streams: int, adaptive: bool) -> int:
     """The most bytes that the results of captured functions keep. They grow with every batch size and every shape.
 
-    All verifications share the float32 logits of the largest one. Everything else is captured twice, because attention
-    to trees is computed differently over long texts. `streams`: residual streams in a node's feature that a drafter
-    reads.
+    All verifications share the float32 logits of the largest one. Draft-extend is captured with each of its widths, and
+    what computes trees twice, because attention to them is computed differently over long texts. `streams`: residual
+    streams in a node's feature that a drafter reads.
     """
     hidden = model.hidden_size * model.dtype.itemsize
     extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots) if tree.steps else 0
     rows, kept = 0, 0
     for size in sizes:
-        kept += size * extend
-        for steps, nodes, topk in tree.captured_shapes(size, tree.topk, adaptive=adaptive):
+        kept += size * extend * len(extend_widths(tree.steps))
+        for steps, nodes, fed in tree.captured_shapes(size, tree.topk, adaptive=adaptive):
             rows = max(rows, size * nodes)
-            scores = 8 * (topk or tree.topk) ** 2 * steps
-            kept += size * (nodes * (max(1, streams) * hidden + 24) + scores)
-    return 4 * rows * model.vocab_size + 2 * kept
+            scores = 8 * (fed or tree.topk) ** 2 * steps
+            kept += 2 * size * (nodes * (max(1, streams) * hidden + 24) + scores)
+    return 4 * rows * model.vocab_size + kept
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:

@@ -12,6 +12,7 @@ from eagle_server.ops.tree.accepted import store_accepted
 from eagle_server.plan import Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree_config import extend_widths
 
 _BACKLOG_BYTES = 256 << 20  # features kept for requests that do not draft
 _MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory
@@ -123,6 +124,10 @@ class AcceptedTokens:
             lengths.append(1 if segments is None else decode.seq_len - segments[-1].start)
         return tuple(lengths)
 
+    def extend_width(self, count: int) -> int:
+        """The rows of every request in a captured draft-extend, if none has more than `count` entries."""
+        return next(width for width in extend_widths(self.width - 1) if width >= count)
+
     def start(self, decode: Decode) -> int:
         """The first position whose pair the drafter has not computed: at most seq_len - 1."""
         segments = self._segments.get(decode.req_pool_index)
@@ -164,8 +169,8 @@ class AcceptedTokens:
 
     def take(self, req_pool_indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of requests: tokens [n * width], features [n * width, F]."""
-        tokens, features = (each.index_select(0, req_pool_indices)[:, :width] for each in self.storage)
-        return tokens.reshape(-1), features.flatten(0, 1)
+        tokens, features = (each[:, :width].index_select(0, req_pool_indices) for each in self.storage)
+        return tokens.view(-1), features.flatten(0, 1)
 
     def taken(self, req_pool_index: int) -> None:
         """The drafter has computed all entries of the request."""

@@ -67,6 +67,11 @@ class DecodeBatch:
     def requests(self) -> PagedRequests:
         return PagedRequests(self.req_pool_indices, self.seq_lens, self.req_to_token)
 
+    @property
+    def extend_rows(self) -> int:
+        """Of draft-extend, all requests together."""
+        return len(self.seq_lens_host) * self.extend_width
+
     def past_verified(self) -> DecodeBatch:
         """The same requests as if verified_id were computed: every length is one more."""
         return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
@@ -75,7 +80,7 @@ class DecodeBatch:
         """The same requests with what they have accepted, for draft-extend.
 
         Only the device knows the lengths. On the host they are one more, and each extend_len is 1, so the rows begin at
-        the old seq_len. Every request has `width` rows.
+        the old seq_len. Every request has as many rows as the trees could accept tokens.
         """
         count = accepted.accept_length + 1
         seq_lens, bonus = self.seq_lens + count, accepted.tokens.gather(1, accepted.accept_length[:, None])
@@ -86,7 +91,7 @@ class DecodeBatch:
             extend_lens=count,
             seq_lens_host=tuple(n + 1 for n in self.seq_lens_host),
             extend_lens_host=(1,) * len(self.seq_lens_host),
-            extend_width=self.accepted_tokens.width,
+            extend_width=self.accepted_tokens.extend_width(accepted.tokens.shape[1]),
             ranking=replace(self.ranking, positions=seq_lens + 1),
         )
 
@@ -256,7 +261,7 @@ class Batches:
         seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
         indices = [d.req_pool_index for d in decodes] + [self.pad_row] * padding
         verified = [d.verified_id for d in decodes] + [0] * padding
-        numbers = upload([indices, seq_lens, verified, extend_lens], self.device)
+        numbers, widest = upload([indices, seq_lens, verified, extend_lens], self.device), max(extend_lens)
         return DecodeBatch(
             req_pool_indices=numbers[0],
             seq_lens=numbers[1],
@@ -265,7 +270,7 @@ class Batches:
             decodes=tuple(decodes),
             seq_lens_host=seq_lens,
             extend_lens_host=extend_lens,
-            extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
+            extend_width=self.accepted_tokens.extend_width(widest) if self.sizes else widest,
             accepted_tokens=self.accepted_tokens,
             sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
             req_to_token=self.table.tensor,

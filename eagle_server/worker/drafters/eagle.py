@@ -23,6 +23,7 @@ from eagle_server.ops.indices import window_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
 from eagle_server.speculation.candidates import Children, organize_draft_results
 from eagle_server.speculation.tree import Tree, selected_tree
+from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.batch.draft_ranking import DraftRanking
@@ -54,7 +55,7 @@ class EagleDrafter:
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of draft steps."""
         tree = setup.tree
-        return tree.steps + 1, *{shape.topk or tree.topk for shape in tree.shapes(tree.topk)}
+        return *extend_widths(tree.steps), *{shape.topk or tree.topk for shape in tree.shapes(tree.topk)}
 
     def forget(self, req_pool_index: int) -> None:
         """The next request overwrites the KV."""

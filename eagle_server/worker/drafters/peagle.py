@@ -12,6 +12,7 @@ from eagle_server.attention.batches import extend_batch, extend_layout
 from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests
 from eagle_server.models.drafts.peagle import PEagleHead
 from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import DrafterSetup
@@ -38,7 +39,8 @@ class PEagleDrafter(RowDrafter):
     head: PEagleHead
 
     def __init__(self, head: PEagleHead, setup: DrafterSetup) -> None:
-        super().__init__(head, setup, {setup.tree.steps + setup.tree.model_steps})
+        levels = setup.tree.model_steps - 1  # but the first, which the newest pair's row scores
+        super().__init__(head, setup, {width + levels for width in extend_widths(setup.tree.steps)})
 
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""

@@ -16,6 +16,7 @@ from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
 from eagle_server.speculation.static_tree import Level, static_tree
 from eagle_server.speculation.tree import Tree, build_tree
+from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.eagle import EagleDrafter
@@ -32,7 +33,7 @@ class StaticEagleDrafter(EagleDrafter):
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of every level."""
-        return {setup.tree.model_steps + 1, *self.tree.rows}
+        return {*extend_widths(setup.tree.model_steps), *self.tree.rows}
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """One forward for each level that has children. Draft-extend has already found the first level."""
