@@ -30,8 +30,8 @@ __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_mo
 
 PromptKernel = Literal["fa2", "fa3"]
 
-# "auto" means a cascade if a request has at least this many KV slots, else a mask. A mask has rows * kv_len bits, which
-# every tile reads. The threshold has not been measured yet.
+# "auto" means a cascade if a request has at least this many KV slots and several rows, else a mask. A mask has
+# rows * kv_len bits, which every tile reads. The threshold has not been measured yet.
 CASCADE_FROM = 4096
 
 TENSOR_CORES_FROM = 2  # decode uses tensor cores from this many query heads per KV head
@@ -118,7 +118,8 @@ class FlashInferAttention(FlashInferBackend):
             return "decode" if layout.q_len == 1 else "prefill"
         chosen = self._verify if layout.num_visible is None else self._draft
         if chosen == "auto":
-            chosen = "cascade" if max(layout.kv_lens) >= CASCADE_FROM else "mask"
+            cascades = layout.q_len != 1 and max(layout.kv_lens) >= CASCADE_FROM
+            chosen = "cascade" if cascades else "mask"
         return "mask" if chosen == "cascade" and sliding else chosen
 
     def make(self, kind: WrapperKind) -> Wrapper:

@@ -201,9 +201,11 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
     for size in sizes:
         kept += size * extend * len(extend_widths(tree.steps))
         for steps, nodes, fed in tree.captured_shapes(size, tree.topk, adaptive=adaptive):
+            topk = fed or tree.topk
             rows = max(rows, size * nodes)
-            scores = 8 * (fed or tree.topk) ** 2 * steps
-            kept += 2 * size * (nodes * (max(1, streams) * hidden + 24) + scores)
+            scores = 8 * topk**2 * steps
+            ways = 1 if topk == 1 or nodes == 1 else 2
+            kept += ways * size * (nodes * (max(1, streams) * hidden + 24) + scores)
     return 4 * rows * model.vocab_size + kept
 
 

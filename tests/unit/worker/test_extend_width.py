@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from eagle_server.attention.flashinfer import backend as flashinfer
 from eagle_server.engine.engine import Engine
 from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.cycle import Cycle
-from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
+from tests.support.engines import CONTEXT, plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCallRecorder
 
@@ -119,3 +120,16 @@ def test_the_cost_model_learns_from_the_rows_that_were_computed() -> None:
     run(each, REQUESTS[:1])
     assert rows[0] == NARROW, "the first cycle extends one row"
     assert set(rows[1:]) == {WIDE}, "what runs ahead is as wide as the trees of six levels need"
+
+
+@pytest.mark.parametrize("longest", [CONTEXT, 2 * CONTEXT], ids=["cascade for long texts", "masks alone"])
+def test_chains_are_captured_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    monkeypatch.setattr(flashinfer, "CASCADE_FROM", longest)
+    each = engine(adaptive=True)
+    keys = [key for key in each.worker.verifier.graphs.keys if key[0] == "propose"]
+    shapes = [key[2] for key in keys if key[2][2] == 1]
+    sizes = [key[1][0][1] for key in keys if key[2][2] == 1]  # type: ignore[index]
+    chains = list(zip(sizes, shapes, strict=True))
+    assert len(chains) == len(set(chains))
+    trees = [key for key in keys if key[2][2] > 1]
+    assert (len({key[2] for key in trees}) * len(SIZES) < len(trees)) is (longest == CONTEXT) or not trees
