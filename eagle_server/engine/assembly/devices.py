@@ -203,9 +203,9 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
         for steps, nodes, fed in tree.captured_shapes(size, tree.topk, adaptive=adaptive):
             topk = fed or tree.topk
             rows = max(rows, size * nodes)
-            scores = 8 * topk**2 * steps
+            tree_bytes = nodes * (nodes + 40) + 8 * topk**2 * steps  # mask, numbers and scores of nodes
             ways = 1 if topk == 1 or nodes == 1 else 2
-            kept += ways * size * (nodes * (max(1, streams) * hidden + 24) + scores)
+            kept += ways * size * (nodes * max(1, streams) * hidden + tree_bytes)
     return 4 * rows * model.vocab_size + kept
 
 
