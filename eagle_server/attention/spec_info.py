@@ -126,12 +126,13 @@ class EagleDraftInput:
     step: int
     topk_index: Tensor  # int64 [bs, topk], target vocabulary
     topk_logp: Tensor  # float32 [bs, topk], log-probabilities of the paths
-    hidden_states: Tensor  # [bs * topk, H], the draft's, at the parents
+    hidden_states: Tensor  # [rows, H], the draft's, at the parents
     # bool [bs, topk, W], columns of later steps are False. A view of `window.first_mask` at step 0, where captured
     # functions begin, so that none of them copies it.
     ancestor_mask: Tensor = in_place()
     window: DraftWindow = in_place()
     normed: Tensor | None = None  # [bs, H], normed hidden states of draft-extend, from which a grammar masks level 1
+    parents: Tensor | None = None  # int64 [bs * topk], each node's row of hidden_states; None: row i is node i's
 
     @classmethod
     def first(
@@ -147,17 +148,22 @@ class EagleDraftInput:
         return cls(0, topk_index, topk_logp, hidden_states, ancestor_mask, window, normed)
 
     def advance(
-        self, child_tokens: Tensor, child_scores: Tensor, hidden_states: Tensor
+        self, child_tokens: Tensor, child_scores: Tensor, hidden_states: Tensor, chosen: Tensor | None = None
     ) -> tuple[EagleDraftInput, Tensor]:
         """The next step's nodes, the best topk among topk * topk children, and their flat indices int64 [bs, topk].
 
-        child_tokens and child_scores [bs, topk, topk] are by parent and rank. hidden_states [bs * topk, H] are the
-        parents'.
+        child_tokens and child_scores [bs, topk, topk] are by parent and rank. hidden_states [bs * topk, H] are those of
+        this step's nodes. chosen: where to write the indices.
         """
         step = self.step + 1
-        best = best_children(child_scores, child_tokens, self.ancestor_mask, step)
-        hidden = hidden_states.index_select(0, best.rows)
-        return EagleDraftInput(step, best.tokens, best.scores, hidden, best.ancestor_mask, self.window), best.chosen
+        best = best_children(child_scores, child_tokens, self.ancestor_mask, step, chosen)
+        nodes = (step, best.tokens, best.scores, hidden_states, best.ancestor_mask, self.window)
+        return EagleDraftInput(*nodes, parents=best.rows), best.chosen
+
+    @property
+    def parent_states(self) -> Tensor:
+        """The hidden state of each node's parent, [bs * topk, H]."""
+        return self.hidden_states if self.parents is None else self.hidden_states.index_select(0, self.parents)
 
     def rows_of(self, requests: Tensor) -> EagleDraftInput:
         """The nodes of some requests after draft-extend, int64 [n]."""

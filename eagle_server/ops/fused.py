@@ -83,6 +83,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     return rms_norm(residual, weight, eps, offset), residual
 
 
+def owned(residual: Tensor) -> Tensor:
+    """The same values. The caller may pass them to `add_rms_norm` and still use the argument."""
+    return residual.clone() if _is_fused(residual) else residual
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: gate_up [rows, 2F] -> [rows, F]."""
     if _is_fused(gate_up):

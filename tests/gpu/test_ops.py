@@ -17,12 +17,15 @@ from eagle_server.attention.spec_info import retrive_links
 from eagle_server.cache.states import StatePool
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import keep_accepted
+from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
 from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
+from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
-from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
 from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.build import ancestors
+from eagle_server.ops.tree.candidates import CandidatePool, Children
 from eagle_server.ops.tree.mask import pack_tree_mask
 from eagle_server.speculation.tree import Tree
 from tests.gpu.conftest import moved, on_cpu
@@ -167,7 +170,8 @@ def test_coupled_children_are_alike(device: torch.device, dtype: torch.dtype, n:
     temperature = torch.tensor([0.0, 0.7, 1.0])[torch.arange(n) % 3]
     arguments = (logits, keys, positions, temperature, ids)
     logits_, *noise = moved(arguments, device)
-    logp, tokens = on_cpu(coupled_topk_logprobs(logits_, k, *noise))
+    logp, tokens = on_cpu(topk_logprobs(logits_, k, noise.pop(), DrawNoise(*noise)))
+    tokens = torch.zeros(3 * vocab, dtype=torch.int64).index_copy(0, ids, torch.arange(vocab))[tokens]  # the draft's
     t, noise_by_hand = temperature.double()[:, None], gumbel(keys, positions, 3 * vocab)[:, ids]
     scores = logits.double() / torch.where(t > 0, t, 1.0) + noise_by_hand.where(t > 0, 0.0)
     exact = scores.log_softmax(-1)
@@ -184,8 +188,47 @@ def test_the_first_child_is_the_draw(device: torch.device, dtype: torch.dtype) -
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.9])[torch.arange(n) % 4]
     noise = moved((torch.arange(n) * 999331 - 5, torch.arange(n) + 40, temperature), device)
     drawn, _ = draw_tokens(moved(logits.float(), device), *noise)
-    _, children = coupled_topk_logprobs(moved(logits, device), 4, *noise)
+    _, children = topk_logprobs(moved(logits, device), 4, noise=DrawNoise(*noise))
     assert_same(children[:, 0], drawn.cpu())
+
+
+@pytest.mark.parametrize(("bs", "nodes", "vocab", "k"), [(1, 1, 8, 8), (1, 8, 32000, 8), (5, 4, 2049, 4)])
+def test_a_level_is_scored_as_by_the_separate_kernels(
+    device: torch.device, bs: int, nodes: int, vocab: int, k: int
+) -> None:
+    """Top-k, target ids, corrections and paths, in every bit."""
+    random_ = generator(vocab)
+    logits = moved((torch.randn(bs * nodes, vocab, generator=random_) * 4).bfloat16(), device)
+    temperature = torch.tensor([0.0, 0.7, 1.0])[torch.arange(bs) % 3]
+    noise = DrawNoise(*moved((torch.arange(bs) * 999331 - 5, torch.arange(bs) + 40, temperature), device), 3)
+    ids = moved(torch.randperm(3 * vocab, generator=random_)[:vocab], device)
+    bins = moved((torch.randn(2, 3, 2, 5, generator=random_), torch.tensor([-4.0, -2.0, -1.0, -0.1])), device)
+    correction = Correction(*bins, moved(torch.arange(bs) % 2, device), 1, -0.05)
+    above = moved(-torch.rand(bs, nodes, generator=random_), device)
+    first = Children(ids.new_zeros(bs, k), *2 * (above.new_zeros(bs, k),))
+    pools = CandidatePool(first, Children(*(part.new_zeros(bs, 3 * nodes * k) for part in first)), ids[:0])
+    level = Children(*(part[:, nodes * k : 2 * nodes * k].unflatten(1, (nodes, k)) for part in pools.later))
+    found = score_children(logits, above, level, ids, noise, correction)
+    logp, tokens = topk_logprobs(logits, k, ids, noise)
+    guesses = logp.view(bs, nodes, k)
+    assert_same(found.tokens, on_cpu(tokens.view(bs, nodes, k)))
+    assert_same(found.guesses, on_cpu(guesses))
+    assert_same(found.scores, on_cpu(above[:, :, None] + correct_guesses(guesses, correction)))
+
+
+@pytest.mark.parametrize("keeps_normed", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (7, 2048), (64, 4096), (3, 5120)])
+def test_pairs_of_an_eagle3_head_are_alike(device: torch.device, rows: int, size: int, keeps_normed: bool) -> None:
+    random_ = generator(size)
+    embed, hidden = (torch.randn(n, size, generator=random_).bfloat16() for n in (50, rows))
+    gains = [(1 + torch.randn(size, generator=random_) / 4).bfloat16() for _ in range(2)]
+    tokens = torch.randint(50, (rows,), generator=random_)
+    results = []
+    for where in (torch.device("cpu"), device):
+        given, norms = moved((tokens, embed, hidden), where), PairNorms(*moved(tuple(gains), where), 1e-5)
+        with torch.inference_mode():
+            results.append(on_cpu(normed_pairs(*given, norms, keeps_normed=keeps_normed)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("lens", [[1], [5, 1, 70], [600, 513, 1, 2, 1024]])

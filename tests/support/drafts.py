@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
-from eagle_server.speculation.candidates import Children, organize_draft_results
+from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 
 ROOT = -1
@@ -36,12 +37,16 @@ class Pool:
         levels = [Children(*(part.to(device) for part in level)) for level in self.levels]
         return Pool(levels, [chosen.to(device) for chosen in self.chosen])
 
+    @property
+    def candidates(self) -> CandidatePool:
+        return CandidatePool.of(self.levels, self.chosen)
+
     def tree(self, count: int, verified_id: int = 77, seq_lens: Tensor | None = None) -> Tree:
         """The tree of the `count` best candidates."""
         first = self.levels[0].tokens
         roots = torch.full_like(first[:, 0], verified_id)
         lens = torch.zeros_like(roots) if seq_lens is None else seq_lens
-        return organize_draft_results(roots, lens, self.levels, self.chosen, count + 1)
+        return organize_draft_results(roots, lens, self.candidates, count + 1)
 
 
 def scored(tokens: Tensor, scores: Tensor) -> Children:

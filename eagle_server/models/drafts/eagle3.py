@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
@@ -31,6 +30,7 @@ from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
 from eagle_server.ops.native.decoder import NativeDecoder
 from eagle_server.ops.native.drafting import HeadWeights, Residual
+from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
 
 FeatureNorm = Literal["none", "each", "concat"]
 
@@ -75,15 +75,19 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, pair: Tensor, residual: Tensor, rope: Rotation, attention: BoundAttention
     ) -> tuple[Tensor, Tensor]:
-        """What `inputs` returns -> two summands of the residual stream [rows, H]. Overwrites no argument."""
-        residual = residual + self.attention(pair, rope, attention)  # not in place: the caller may use hidden again
-        return self.mlp(self.post_norm(residual)), residual
+        """What `inputs` returns -> two summands of the residual stream [rows, H]. May overwrite its arguments."""
+        normed, residual = self.post_norm.after_add(self.attention(pair, rope, attention), residual)
+        return self.mlp(normed), residual
 
-    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention [rows, 2H], and the residual stream before it [rows, H]."""
-        normed = self.hidden_norm(hidden)
-        pair = torch.cat([self.input_norm(embedded), normed], dim=-1)
-        return pair, normed if self.norm_before_residual else hidden
+    def inputs(
+        self, tokens: Tensor, embed: Tensor, hidden: Tensor, parents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The input of attention [rows, 2H], and the residual stream before it [rows, H].
+
+        parents: see `DraftHead.step`. `hidden` stays as it is, whatever is done to the results.
+        """
+        norms = PairNorms(self.input_norm.weight, self.hidden_norm.weight, self.hidden_norm.eps)
+        return normed_pairs(tokens, embed, hidden, norms, parents, keeps_normed=self.norm_before_residual)
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight
@@ -160,18 +164,39 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(part) for norm, part in zip(self.feature_norms, slices, strict=True)], dim=-1)
         return self.fc(features)  # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
-        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H]."""
-        embedded = F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
+    def step(
+        self,
+        level: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: BoundAttention,
+        parents: Tensor | None = None,
+        *,
+        is_last: bool = False,
+    ) -> DraftOutput:
+        """See `DraftHead`. All levels are computed alike."""
+        return self(tokens, hidden, positions, attention, parents)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: BoundAttention,
+        parents: Tensor | None = None,
+    ) -> DraftOutput:
+        """tokens, positions [rows], hidden [.., H] -> feedback and normed [rows, H]. parents: see `DraftHead.step`."""
+        embed = self._target.embed if self.embed is None else self.embed
         first, *rest = self.layers
         assert isinstance(first, Eagle3Layer)
-        pair, residual = first.inputs(embedded, hidden)
+        pair, residual = first.inputs(tokens, embed, hidden, parents)
         at_once = attention.decode(self._native, pair, residual, positions)
         if at_once is not None:
             normed, stream, _ = at_once
             feedback = normed if self.eagle.norm_output else stream
-            return DraftOutput(feedback.to(embedded.dtype), normed)
-        rope = self.rope(positions, embedded.dtype)
+            return DraftOutput(feedback.to(embed.dtype), normed)
+        rope = self.rope(positions, embed.dtype)
         x, residual = first(pair, residual, rope, attention)
         for layer in rest:
             x, residual = layer(x, residual, rope, attention)

@@ -123,13 +123,16 @@ class DraftHead(DraftModel):
         hidden: Tensor,
         positions: Tensor,
         attention: BoundAttention,
+        parents: Tensor | None = None,
         *,
         is_last: bool = False,
     ) -> DraftOutput:
         """`forward` over the nodes of a level of trees (1: the root's children), each with its parent's feedback.
 
-        is_last: no deeper level follows.
+        parents: int64 [rows], each node's row of `hidden` (None: row i is node i's). is_last: no deeper level follows.
         """
+        if parents is not None:
+            hidden = hidden.index_select(0, parents)
         return self(tokens, hidden, positions, attention)  # type: ignore[no-any-return]
 
     @abstractmethod

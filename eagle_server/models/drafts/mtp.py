@@ -134,10 +134,13 @@ class MtpHead(PostNormHead):
         hidden: Tensor,
         positions: Tensor,
         attention: BoundAttention,
+        parents: Tensor | None = None,
         *,
         is_last: bool = False,
     ) -> DraftOutput:
-        """See `DraftHead`. hidden [rows, layers * H], the parents' feedback. Later layers write KV of these rows."""
+        """See `DraftHead`. hidden [.., layers * H], the parents' feedback. Later layers write KV of these rows."""
+        if parents is not None:
+            hidden = hidden.index_select(0, parents)
         if self.num_layers == 1:
             return self.forward(tokens, hidden, positions, attention)
         embedded, kept, last = self.embedded(tokens), list(hidden.chunk(self.num_layers, dim=1)), self.num_layers - 1

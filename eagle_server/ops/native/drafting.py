@@ -61,7 +61,7 @@ class HeadWeights:
 class DraftRequests:
     """The requests of a call. int64 [bs], except the page table and temperature float32 [bs].
 
-    keys, positions and temperature rank the children of the roots by noise, see `coupled_topk_logprobs`; None: there is
+    keys, positions and temperature rank the children of the roots by noise, see `topk_logprobs`; None: there is
     none.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,20 +13,24 @@ from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 _BLOCK = 256
 
 
-def correct_guesses(
-    guesses: Tensor, ratios: Tensor, edges: Tensor, temperature_bin: Tensor, depth: int, most: float
-) -> Tensor:
-    """min(guess + ratio of the guess's bin, most), all logarithms. -inf and NaN stay.
+class Correction(NamedTuple):
+    """min(guess + ratio of the guess's bin, most), all logarithms. -inf and NaN stay."""
 
-    Args:
-        guesses: float32 [bs, nodes, k], the best first: those from the second on have ratios of their own.
-        ratios: float32 [temperatures, depths, 2, bins].
-        edges: float32 [bins - 1], ascending. An edge belongs to the bin below it.
-        temperature_bin: int64 [bs], numbers of the requests' temperatures.
-        depth: the number of the guesses' depth.
+    ratios: Tensor  # float32 [temperatures, depths, 2, bins]
+    edges: Tensor  # float32 [bins - 1], ascending. An edge belongs to the bin below it
+    temperature_bin: Tensor  # int64 [bs], numbers of the requests' temperatures
+    depth: int  # the number of the guesses' depth
+    most: float
+
+
+def correct_guesses(guesses: Tensor, correction: Correction) -> Tensor:
+    """The guesses float32 [bs, nodes, k], corrected.
+
+    The best of each node come first: those from the second on have ratios of their own.
     """
     if on_gpu(guesses):
-        return _launch_correction(guesses, ratios, edges, temperature_bin, depth, most)
+        return _launch_correction(guesses, *correction)
+    ratios, edges, temperature_bin, depth, most = correction
     later = torch.ones(guesses.shape[2], dtype=torch.int64, device=guesses.device)
     later[:1] = 0
     return corrected(guesses, ratios, edges, (temperature_bin[:, None, None], depth, later), most)
@@ -33,7 +39,7 @@ def correct_guesses(
 def corrected(
     guesses: Tensor, ratios: Tensor, edges: Tensor, group: tuple[Tensor, Tensor | int, Tensor], most: float
 ) -> Tensor:
-    """`correct_guesses` for guesses of any shape and depth.
+    """A `Correction` of guesses of any shape and depth.
 
     group: the numbers of temperature and depth, and 1 for later children, each broadcast to the guesses' shape.
     """

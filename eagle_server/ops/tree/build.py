@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from eagle_server.ops.device import on_gpu
 from eagle_server.ops.native.library import available, functions, pointer
+from eagle_server.ops.tree.candidates import CandidatePool, best_candidates, best_of, ordered
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _ROWS = 16  # nodes per program; each is compared with all D nodes
+_POOL = 1024  # candidates, of the largest pool whose tree one kernel makes
+
+
+class SelectedNodes(NamedTuple):
+    """The best candidates of each request as a tree of D nodes, node 0 the root."""
+
+    tokens: Tensor  # int64 [bs, D]
+    parents: Tensor  # int64 [bs, D], -1 at the root
+    depths: Tensor  # int64 [bs, D]
+    positions: Tensor  # int64 [bs, D]
+    mask: Tensor  # bool [bs, D, D], True: ancestor or self
+    scores: Tensor  # float32 [bs, D - 1]
+    guesses: Tensor  # float32 [bs, D - 1]
+
+
+def select_nodes(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, count: int) -> SelectedNodes:
+    """The `count` candidates with the best scores. Ties go to the lower number, and NaN counts as -inf.
+
+    A child must not score above its parent. Then the best are closed under ancestors, and parents come before children.
+    verified_id, seq_lens: int64 [bs], the roots and their positions.
+    """
+    if on_gpu(verified_id) and count > 0 and _size(pool) <= _POOL:
+        return _launch_select(verified_id, seq_lens, pool, count)
+    topk = pool.topk
+    parts = zip(pool.first, pool.later, strict=True)
+    tokens, scores, guesses = (torch.cat([first, later], 1) for first, later in parts)
+    best = best_candidates(scores, tokens, guesses, count)
+    # The parent of each K siblings: the root, the first level's nodes, then the nodes that later steps fed.
+    first = torch.arange(-1, topk if pool.steps else 0, device=tokens.device).expand(len(tokens), -1)
+    fed = [pool.fed(step) + topk + (step - 1) * topk**2 for step in range(1, pool.steps)]
+    parents, depths, mask = link_tree(best.selected, torch.cat([first, *fed], 1), topk, pool.steps + 1)
+    tokens = torch.cat([verified_id[:, None], best.tokens], dim=1)
+    assert best.guesses is not None
+    return SelectedNodes(tokens, parents, depths, seq_lens[:, None] + depths, mask, best.scores, best.guesses)
+
+
+def _size(pool: CandidatePool) -> int:
+    """The candidates of a request."""
+    return pool.topk + pool.later.tokens.shape[1]
 
 
 def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,6 +139,111 @@ def _launch_link(selected_index: Tensor, parent_list: Tensor, topk: int, steps: 
         NODES=power_of_two(size),
     )
     return parents, depths, mask
+
+
+def _launch_select(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, count: int) -> SelectedNodes:
+    bs, size = len(verified_id), count + 1
+    depths = verified_id.new_empty(bs, size)
+    scores = pool.first.scores.new_empty(bs, count)
+    nodes = SelectedNodes(
+        *(torch.empty_like(depths), torch.empty_like(depths), depths, torch.empty_like(depths)),
+        torch.empty(bs, size, size, dtype=torch.bool, device=depths.device),
+        *(scores, torch.empty_like(scores)),
+    )
+    _select_kernel[bs, blocks(size, _ROWS)](
+        *(part.contiguous() for part in (*pool.first, *pool.later, pool.chosen, verified_id, seq_lens)),
+        *(*nodes[:4], nodes.mask.view(torch.uint8), nodes.scores, nodes.guesses),
+        *(pool.later.tokens.shape[1], pool.chosen.shape[1], count, pool.topk, pool.steps + 1),
+        SIZE=power_of_two(_size(pool)),
+        ROWS=_ROWS,
+        NODES=power_of_two(size),
+    )
+    return nodes
+
+
+@jit(varying=("verified_id", "seq_lens", "chosen", "later_count", "chosen_count", "count", "steps"))
+def _select_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    first_tokens,
+    first_scores,
+    first_guesses,
+    later_tokens,
+    later_scores,
+    later_guesses,
+    chosen,
+    verified_id,
+    seq_lens,
+    tokens,
+    parents,
+    depths,
+    positions,
+    mask,
+    scores,
+    guesses,
+    later_count,
+    chosen_count,
+    count,
+    topk,
+    steps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Every program finds the selected candidates of its request, and links its own nodes.
+
+    A node's number is that of the selected candidates up to it.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, SIZE)
+    inside = candidate < topk + later_count
+    is_first = candidate < topk
+    of_first = request * topk
+    of_later = request * later_count - topk
+    value = tl.load(first_scores + of_first + candidate, mask=is_first, other=float("-inf"))
+    later = tl.load(later_scores + of_later + candidate, mask=inside & (candidate >= topk), other=float("-inf"))
+    taken = best_of(tl.where(inside, ordered(tl.where(is_first, value, later)), -1), count)
+    number = tl.where(taken, tl.cumsum(taken.to(tl.int32), 0), 0)
+
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_own = (number[None, :] == row[:, None]) & taken[None, :]
+    current = tl.max(tl.where(is_own, candidate[None, :], -1), 1)  # of each node; -1: the root
+    is_node = row <= count
+    place = request * (count + 1) + row
+    own_first = (current >= 0) & (current < topk)
+    own_later = current >= topk
+    root = tl.load(verified_id + request)
+    token = tl.load(first_tokens + of_first + current, mask=own_first, other=0)
+    token += tl.load(later_tokens + of_later + current, mask=own_later, other=0)
+    tl.store(tokens + place, tl.where(row == 0, root, token), mask=is_node)
+    score = tl.load(first_scores + of_first + current, mask=own_first, other=0.0)
+    score = tl.where(own_later, tl.load(later_scores + of_later + current, mask=own_later, other=0.0), score)
+    score = tl.where(score != score, float("-inf"), score)  # noqa: PLR0124  a NaN
+    guess = tl.load(first_guesses + of_first + current, mask=own_first, other=0.0)
+    guess = tl.where(own_later, tl.load(later_guesses + of_later + current, mask=own_later, other=0.0), guess)
+    drafted = is_node & (row > 0)
+    tl.store(scores + request * count + row - 1, score, mask=drafted)
+    tl.store(guesses + request * count + row - 1, guess, mask=drafted)
+
+    column = tl.arange(0, NODES)
+    hit = column[None, :] == row[:, None]
+    parent = tl.full([ROWS], -1, tl.int64)
+    depth = tl.zeros([ROWS], tl.int64)
+    for step in range(steps):
+        climbing = current >= 0
+        siblings = current // topk  # the root's children, those of the first level's nodes, then of the nodes fed later
+        entry = siblings - topk - 1
+        is_deep = climbing & (entry >= 0)
+        fed = tl.load(chosen + request * chosen_count + entry, mask=is_deep, other=0).to(tl.int32)
+        above = tl.where(is_deep, fed + topk + entry // topk * topk * topk, siblings - 1)
+        current = tl.where(climbing, above, -1)
+        node = tl.sum((taken[None, :] & (candidate[None, :] <= current[:, None])).to(tl.int32), 1)
+        hit = hit | (climbing[:, None] & (column[None, :] == node[:, None]))
+        parent = tl.where(climbing & (step == 0), node.to(tl.int64), parent)
+        depth += climbing.to(tl.int64)
+    tl.store(parents + place, parent, mask=is_node)
+    tl.store(depths + place, depth, mask=is_node)
+    tl.store(positions + place, tl.load(seq_lens + request) + depth, mask=is_node)
+    cell = place[:, None] * (count + 1) + column[None, :]
+    tl.store(mask + cell, hit.to(tl.uint8), mask=is_node[:, None] & (column[None, :] <= count))
 
 
 @jit(varying=("selected_index", "parent_list", "drafted", "groups", "steps"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,60 @@ from eagle_server.ops.device import on_gpu
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 _ONE_WARP = 1024  # up to this many candidates one warp counts them, without barriers
+
+
+class Children(NamedTuple):
+    """The children that one draft step has scored: of the root [bs, K], then of K nodes [bs, K, K]."""
+
+    tokens: Tensor  # int64
+    scores: Tensor  # float32, log chances of paths
+    guesses: Tensor  # float32, the drafter's own log chances of the last step
+
+
+class CandidatePool(NamedTuple):
+    """All scored children of each request.
+
+    Candidates are numbered by level: the first has 0..K-1, the child of node f and rank c in step i has number
+    K + i * K^2 + f * K + c.
+    """
+
+    first: Children  # [bs, K], of the root
+    later: Children  # [bs, steps * K * K]
+    chosen: Tensor  # int64 [bs, (steps - 1) * K], nodes of later steps: flat indices into the step before's children
+
+    @classmethod
+    def empty(cls, first: Children, steps: int) -> CandidatePool:
+        """The root's children, and memory for those of so many steps."""
+        bs, topk = first.tokens.shape
+        later = Children(*(part.new_empty(bs, steps * topk**2) for part in first))
+        return cls(first, later, first.tokens.new_empty(bs, max(0, steps - 1) * topk))
+
+    @classmethod
+    def of(cls, levels: Sequence[Children], chosen: Sequence[Tensor]) -> CandidatePool:
+        """The children of all levels. `chosen`: int64 [bs, K] for every level that was expanded after the first."""
+        first, *later = levels
+        if not later:
+            return cls.empty(first, 0)
+        joined = Children(*(torch.cat([part.flatten(1) for part in parts], 1) for parts in zip(*later, strict=True)))
+        return cls(first, joined, torch.cat(list(chosen), 1) if chosen else first.tokens[:, :0])
+
+    @property
+    def topk(self) -> int:
+        return self.first.tokens.shape[1]
+
+    @property
+    def steps(self) -> int:
+        """After the first level."""
+        return self.later.tokens.shape[1] // self.topk**2
+
+    def level(self, step: int) -> Children:
+        """The children of a step, views [bs, K, K]."""
+        of_step = slice(step * self.topk**2, (step + 1) * self.topk**2)
+        return Children(*(part[:, of_step].unflatten(1, (self.topk, self.topk)) for part in self.later))
+
+    def fed(self, step: int) -> Tensor:
+        """The nodes that a step from the second on feeds, a view [bs, K] of `chosen`."""
+        return self.chosen[:, (step - 1) * self.topk : step * self.topk]
 
 
 class BestChildren(NamedTuple):
@@ -32,7 +87,9 @@ class BestCandidates(NamedTuple):
     guesses: Tensor | None  # float32
 
 
-def best_children(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int) -> BestChildren:
+def best_children(
+    scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, chosen: Tensor | None = None
+) -> BestChildren:
     """The topk best of topk * topk children. They become the nodes of `step`.
 
     Args:
@@ -40,9 +97,12 @@ def best_children(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: i
         tokens: int64 [bs, topk, topk].
         ancestor_mask: bool [bs, topk, W], the window slots that the parents see. A child sees those of its parent, and
             its own one: column step * topk + its place.
+        chosen: where to write the chosen ones, int64 [bs, topk], rows of any stride.
     """
+    if chosen is None:
+        chosen = tokens.new_empty(tokens.shape[:2])
     best = _launch_children if on_gpu(scores) else _children_torch
-    return best(scores, tokens, ancestor_mask, step)
+    return best(scores, tokens, ancestor_mask, step, chosen)
 
 
 def best_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, count: int) -> BestCandidates:
@@ -59,14 +119,15 @@ def best_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, coun
     return _candidates_torch(scores, tokens, guesses, count)
 
 
-def _children_torch(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int) -> BestChildren:
+def _children_torch(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, out: Tensor) -> BestChildren:
     bs, topk, _ = scores.shape
     best, chosen = scores.flatten(1).topk(topk, dim=1)
+    out.copy_(chosen)
     parent = torch.div(chosen, topk, rounding_mode="floor")  # [bs, topk]
     base = torch.arange(0, bs * topk, topk, device=parent.device)[:, None]
     mask = ancestor_mask.gather(1, parent[:, :, None].expand(-1, -1, ancestor_mask.shape[2]))
     mask[:, :, step * topk : (step + 1) * topk] = torch.eye(topk, dtype=torch.bool, device=parent.device)
-    return BestChildren(best, tokens.flatten(1).gather(1, chosen), chosen, (parent + base).view(-1), mask)
+    return BestChildren(best, tokens.flatten(1).gather(1, chosen), out, (parent + base).view(-1), mask)
 
 
 def _candidates_torch(scores: Tensor, tokens: Tensor, guesses: Tensor | None, count: int) -> BestCandidates:
@@ -77,27 +138,32 @@ def _candidates_torch(scores: Tensor, tokens: Tensor, guesses: Tensor | None, co
     return BestCandidates(selected, *best)  # type: ignore[arg-type]
 
 
-def _launch_children(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int) -> BestChildren:
+def _launch_children(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, chosen: Tensor) -> BestChildren:
     bs, topk, _ = scores.shape
     width = ancestor_mask.shape[2]
-    chosen = torch.empty(bs, topk, dtype=torch.int64, device=scores.device)
+    scores, tokens = (dense_families(part) for part in (scores, tokens))
     best = BestChildren(
         scores=torch.empty(bs, topk, dtype=torch.float32, device=scores.device),
-        tokens=torch.empty_like(chosen),
+        tokens=tokens.new_empty(bs, topk),
         chosen=chosen,
-        rows=torch.empty_like(chosen).view(-1),
+        rows=tokens.new_empty(bs * topk),
         ancestor_mask=torch.empty(bs, topk, width, dtype=torch.bool, device=scores.device),
     )
     seen = ancestor_mask.view(torch.uint8)
     _children_kernel[bs,](
-        *(scores.contiguous(), tokens.contiguous(), seen, *seen.stride()),
+        *(scores, tokens, seen, *seen.stride()),
         *(best.scores, best.tokens, best.chosen, best.rows, best.ancestor_mask.view(torch.uint8)),
-        *(topk, width, step * topk),
+        *(topk, width, step * topk, scores.stride(0), tokens.stride(0), chosen.stride(0)),
         CHILDREN=power_of_two(topk * topk),
         WIDTH=power_of_two(width),
         num_warps=1,
     )
     return best
+
+
+def dense_families(children: Tensor) -> Tensor:
+    """The same [bs, nodes, k] with the children of a request in one piece, as in a level of a pool."""
+    return children if children.stride()[1:] == (children.shape[2], 1) else children.contiguous()
 
 
 def _launch_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, count: int) -> BestCandidates:
@@ -127,6 +193,23 @@ def ordered(value):  # type: ignore[no-untyped-def]
 
 
 @jit
+def best_of(key, count):  # type: ignore[no-untyped-def]
+    """Marks the `count` largest keys of `ordered` values, -1 elsewhere.
+
+    Finds the bits of the last selected one from the highest on, then takes as many ties as are wanted, the first ones.
+    """
+    least = tl.full([], 0, tl.int64)
+    for step in range(32):
+        trial = least + (tl.full([], 2147483648, tl.int64) >> step)
+        enough = tl.sum((key >= trial).to(tl.int32), 0) >= count
+        least = tl.where(enough, trial, least)
+    above = key > least
+    ties = key == least
+    wanted = count - tl.sum(above.to(tl.int32), 0)
+    return above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= wanted))
+
+
+@jit(varying=("scores", "tokens", "chosen", "scores_request", "tokens_request", "chosen_request"))
 def _children_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     scores,
     tokens,
@@ -142,6 +225,9 @@ def _children_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     topk,
     width,
     first,
+    scores_request,
+    tokens_request,
+    chosen_request,
     CHILDREN: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -150,8 +236,7 @@ def _children_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     child = tl.arange(0, CHILDREN)
     column = tl.arange(0, WIDTH)
     alive = child < topk * topk
-    family = request * topk * topk
-    value = tl.load(scores + family + child, mask=alive, other=float("-inf"))
+    value = tl.load(scores + request * scores_request + child, mask=alive, other=float("-inf"))
     ranked = tl.where(value != value, float("-inf"), value)  # noqa: PLR0124  a NaN
     for j in range(topk):
         best = tl.max(tl.where(alive, ranked, float("-inf")), 0)
@@ -159,9 +244,9 @@ def _children_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         alive = alive & (child != index)
         place = request * topk + j
         parent = index // topk
-        tl.store(best_scores + place, tl.load(scores + family + index))
-        tl.store(best_tokens + place, tl.load(tokens + family + index))
-        tl.store(chosen + place, index.to(tl.int64))
+        tl.store(best_scores + place, tl.load(scores + request * scores_request + index))
+        tl.store(best_tokens + place, tl.load(tokens + request * tokens_request + index))
+        tl.store(chosen + request * chosen_request + j, index.to(tl.int64))
         tl.store(rows + place, request * topk + parent)
         inside = column < width
         row = seen + request * seen_request + parent * seen_row
@@ -182,23 +267,13 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     count,
     SIZE: tl.constexpr,
 ):
-    """Finds the bits of the last selected score from the highest on, then takes as many ties as are wanted."""
+    """See `best_of`."""
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
     inside = index < size
     place = request * size + index
     value = tl.load(scores + place, mask=inside, other=float("-inf"))
-    key = tl.where(inside, ordered(value), -1)
-    least = tl.full([], 0, tl.int64)
-    for step in range(32):
-        trial = least + (tl.full([], 2147483648, tl.int64) >> step)
-        enough = tl.sum((key >= trial).to(tl.int32), 0) >= count
-        least = tl.where(enough, trial, least)
-    above = key > least
-    ties = key == least
-    wanted = count - tl.sum(above.to(tl.int32), 0)
-    number = tl.cumsum(ties.to(tl.int32), 0)
-    taken = above | (ties & (number <= wanted))
+    taken = best_of(tl.where(inside, ordered(value), -1), count)
     target = request * count + tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(selected + target, index.to(tl.int64), mask=taken)
     tl.store(best_tokens + target, tl.load(tokens + place, mask=taken), mask=taken)

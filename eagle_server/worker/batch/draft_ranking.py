@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.device import upload
-from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
+from eagle_server.ops.tree.candidates import Children
 from eagle_server.plan import Decode
 from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
 from eagle_server.speculation.transforms import allowed_by
@@ -68,18 +69,40 @@ class DraftRanking:
         chances that a child is the target's draw; they add up to at most 1. A child that is not allowed has -inf; so
         have all children of a node that is not allowed.
         """
+        logp, tokens = topk_logprobs(self._allowed(logits, vocabulary), k, vocabulary, self._draw_noise)
+        return logp if self.is_plain else finite_or_off(logp), tokens  # NaN where no token is allowed
+
+    def children(self, logits: Tensor, above: Tensor, out: Children, vocabulary: Tensor | None = None) -> Children:
+        """Write `best` of each node to `out` [bs, nodes, k], a level of a pool. Returns it.
+
+        above: float32 [bs, nodes], scores of the nodes' paths. Those of the children are with corrected chances.
+        """
+        correction = None
+        if self.estimates is not None:
+            assert self.temperature_bin is not None
+            correction = self.estimates.correction(self.temperature_bin, self.level)
+        score_children(self._allowed(logits, vocabulary), above, out, vocabulary, self._draw_noise, correction)
+        if not self.is_plain:
+            for part in (out.scores, out.guesses):
+                part.copy_(finite_or_off(part))
+        return out
+
+    def _allowed(self, logits: Tensor, vocabulary: Tensor | None) -> Tensor:
+        """The logits after grammar and sampling parameters."""
         if self.grammars is not None:
             logits = self.grammars.masked(logits, vocabulary)
         if self.parameters is not None:
             assert self.positions is not None
             logits = self.parameters.applied(logits, self.positions + self.level, vocabulary)
+        return logits
+
+    @property
+    def _draw_noise(self) -> DrawNoise | None:
+        """Of the draws that the level's children are for."""
         if self.noise is None:
-            logp, ids = topk_logprobs(logits, k)
-        else:
-            logp, ids = self.noise.best(logits, k, self.positions, self.level, vocabulary)
-        if not self.is_plain:
-            logp = finite_or_off(logp)  # NaN where no token is allowed
-        return logp, ids if vocabulary is None else vocabulary.index_select(0, ids.view(-1)).view_as(ids)
+            return None
+        assert self.positions is not None
+        return DrawNoise(self.noise.keys, self.positions, self.noise.temperature, self.level)
 
     def conditioned(self, logp: Tensor, edges: Tensor) -> Tensor:
         """The scores of candidates if `edges` [bs, nodes, C] are added to their logits, of the same shape.
@@ -196,13 +219,6 @@ class KeyedNoise:
 
     keys: Tensor  # int64 [bs]
     temperature: Tensor  # float32 [bs]
-
-    def best(
-        self, logits: Tensor, k: int, positions: Tensor | None, level: int, vocabulary: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Top-k of log q / T + G, and its logarithms after a softmax. The ids are the draft's."""
-        assert positions is not None
-        return coupled_topk_logprobs(logits, k, self.keys, positions, self.temperature, vocabulary, ahead=level)
 
 
 def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:

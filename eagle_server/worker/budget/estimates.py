@@ -19,7 +19,7 @@ from torch import Tensor
 from eagle_server.ops.device import upload
 from eagle_server.ops.native.drafting import correction
 from eagle_server.ops.native.structs import EstimatesStruct
-from eagle_server.ops.sampling.correction import correct_guesses, corrected
+from eagle_server.ops.sampling.correction import Correction, correct_guesses, corrected
 from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.budget.outcome import LessonOutcome
@@ -54,10 +54,14 @@ class AcceptanceEstimates:
             temperature_bin: int64 [bs], see `RequestSampling.temperature_bin`.
             level: 0 for the children of the root.
         """
-        guesses, depth = logp.view(len(temperature_bin), -1, logp.shape[1]), min(level, _DEPTHS - 1)
-        return correct_guesses(guesses, self._ratios, self._edges, temperature_bin, depth, _MOST).view_as(logp)
+        guesses = logp.view(len(temperature_bin), -1, logp.shape[1])
+        return correct_guesses(guesses, self.correction(temperature_bin, level)).view_as(logp)
 
-    def correction(self, temperature_bin: Tensor) -> EstimatesStruct:
+    def correction(self, temperature_bin: Tensor, level: int) -> Correction:
+        """What `corrected` does, for the kernels that rank the children."""
+        return Correction(self._ratios, self._edges, temperature_bin, min(level, _DEPTHS - 1), _MOST)
+
+    def native_correction(self, temperature_bin: Tensor) -> EstimatesStruct:
         """`corrected` for the native kernels."""
         return correction(self._ratios, self._edges, temperature_bin, _MOST)
 

@@ -21,7 +21,8 @@ from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
-from eagle_server.speculation.candidates import Children, organize_draft_results
+from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree, selected_tree
 from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
@@ -130,7 +131,7 @@ class EagleDrafter:
         ranking, later = batch.ranking, max(0, batch.steps - 1)
         corrected = None
         if ranking.estimates is not None and ranking.temperature_bin is not None:
-            corrected = ranking.estimates.correction(ranking.temperature_bin)
+            corrected = ranking.estimates.native_correction(ranking.temperature_bin)
         level = (draft.topk_logp, draft.topk_index, draft.hidden_states)
         count = batch.nodes - 1
         best, parents = native.steps(_requests(batch), corrected, later, count, batch.least_logp, *level)
@@ -174,30 +175,27 @@ class EagleDrafter:
         draft = self._narrowed(draft, topk)
         seq_lens, guesses = requests.seq_lens, draft.topk_logp
         draft = replace(draft, topk_logp=ranking.chances(guesses))
-        levels, expanded = [Children(draft.topk_index, draft.topk_logp, guesses)], list[Tensor]()
+        pool = CandidatePool.empty(Children(draft.topk_index, draft.topk_logp, guesses), len(plans))
         window = (self.steps - 1) * topk
         slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, window)
         if plans and not self.per_node:
             self._clear(slots[:, topk:])
         rows = slots.unflatten(1, (-1, topk)).transpose(0, 1).flatten(1)  # [steps, bs * topk]
-        steps = torch.arange(len(plans), device=seq_lens.device)[:, None, None]
-        positions = (seq_lens[:, None] + steps).expand(-1, -1, topk).flatten(1).contiguous()  # [steps, bs * topk]
+        depths = draft.window.column_steps.view(-1, 1, topk)  # of the steps
+        positions = (depths + seq_lens[:, None]).flatten(1)  # [steps, bs * topk]
         attention: AttentionBatch | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
             fed = draft.cut((step + 1) * topk) if self.per_node else draft
-            ranking = ranking.advance(draft.topk_index, expanded[-1] if expanded else None, topk)
+            ranking = ranking.advance(draft.topk_index, pool.fed(step) if step else None, topk)
             attention = draft_step_batch(fed, rows[step], requests, layout, attention)
             bound = plan.bind(attention)
-            fed_nodes = (draft.topk_index.view(-1), draft.hidden_states, positions[step], bound)
+            fed_nodes = (draft.topk_index.view(-1), draft.hidden_states, positions[step], bound, draft.parents)
             out = self.head.step(step + 1, *fed_nodes, is_last=step == len(plans) - 1)
-            logp, tokens = self._best(out.normed, ranking, topk)
-            shape = (*draft.topk_index.shape, topk)
-            scores = draft.topk_logp[:, :, None] + ranking.chances(logp).view(shape)
-            levels.append(Children(tokens.view(shape), scores, logp.view(shape)))
+            logits, above = self.head.logits(out.normed), draft.topk_logp
+            children = ranking.children(logits, above, pool.level(step), self.vocabulary)
             if step < len(plans) - 1:
-                draft, chosen = draft.advance(tokens.view(shape), scores, out.feedback)
-                expanded.append(chosen)
-        tree = organize_draft_results(verified_id, seq_lens, levels, expanded, nodes)
+                draft, _ = draft.advance(children.tokens, children.scores, out.feedback, pool.fed(step + 1))
+        tree = organize_draft_results(verified_id, seq_lens, pool, nodes)
         return ranking.without_refused(tree)
 
     def _narrowed(self, draft: EagleDraftInput, topk: int) -> EagleDraftInput:
@@ -211,9 +209,9 @@ class EagleDrafter:
         if slots.shape[1]:
             self.attention.pool.clear(slots.reshape(-1))
 
-    def _best(self, normed: Tensor, ranking: DraftRanking, topk: int | None = None) -> tuple[Tensor, Tensor]:
+    def _best(self, normed: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """Scores and target ids of the topk children, [rows, topk]."""
-        return ranking.best(self.head.logits(normed), topk or self.topk, self.vocabulary)
+        return ranking.best(self.head.logits(normed), self.topk, self.vocabulary)
 
 
 def _requests(batch: DecodeBatch) -> DraftRequests:

@@ -14,7 +14,8 @@ from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import BoundAttention, Causal, Layout
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.gemma4_assistant import Gemma4Assistant
-from eagle_server.speculation.candidates import Children, organize_draft_results
+from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.drafters.feature import FeatureDrafter
@@ -42,21 +43,17 @@ class FrozenKVDrafter(FeatureDrafter):
         hidden = out.feedback.repeat_interleave(topk, dim=0)
         nodes = EagleDraftInput.first(guesses, tokens, hidden, self._window)
         nodes = replace(nodes, topk_logp=ranking.chances(guesses))
-        levels, expanded = [Children(tokens, nodes.topk_logp, guesses)], list[Tensor]()
         steps = batch.steps - 1
+        pool = CandidatePool.empty(Children(tokens, nodes.topk_logp, guesses), steps)
         bound, positions = (self._bound(batch, topk) if steps else None), seq_lens.repeat_interleave(topk)
         for step in range(steps):
             assert bound is not None
-            ranking = ranking.advance(nodes.topk_index, expanded[-1] if expanded else None, topk)
-            out = self.head(nodes.topk_index.view(-1), nodes.hidden_states, positions, bound)
-            logp, tokens = ranking.best(self.head.logits(out.normed), topk)
-            shape = (*nodes.topk_index.shape, topk)
-            scores = nodes.topk_logp[:, :, None] + ranking.chances(logp).view(shape)
-            levels.append(Children(tokens.view(shape), scores, logp.view(shape)))
+            ranking = ranking.advance(nodes.topk_index, pool.fed(step) if step else None, topk)
+            out = self.head(nodes.topk_index.view(-1), nodes.parent_states, positions, bound)
+            children = ranking.children(self.head.logits(out.normed), nodes.topk_logp, pool.level(step))
             if step < steps - 1:
-                nodes, chosen = nodes.advance(tokens.view(shape), scores, out.feedback)
-                expanded.append(chosen)
-        tree = organize_draft_results(batch.verified_id, seq_lens, levels, expanded, batch.nodes)
+                nodes, _ = nodes.advance(children.tokens, children.scores, out.feedback, pool.fed(step + 1))
+        tree = organize_draft_results(batch.verified_id, seq_lens, pool, batch.nodes)
         return ranking.without_refused(tree)
 
     def _bound(self, batch: DecodeBatch, rows: int) -> BoundAttention:

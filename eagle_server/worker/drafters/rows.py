@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_server.speculation.candidates import Children, organize_draft_results
+from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.interface import DrafterSetup
@@ -72,13 +73,13 @@ class RowDrafter:
         """The trees under the roots, int64 [bs]. y [bs, levels, H]: row j scores the tokens of level j + 1."""
         scores = self.head.logits(y.flatten(0, 1)).unflatten(0, y.shape[:2])  # [bs, levels, draft vocabulary]
         levels, expanded = self._grow(roots, y, scores, ranking)
-        tree = organize_draft_results(roots, seq_lens, levels, expanded, nodes)
+        tree = organize_draft_results(roots, seq_lens, CandidatePool.of(levels, expanded), nodes)
         return ranking.without_refused(tree)
 
     def _grow(
         self, roots: Tensor, y: Tensor, scores: Tensor, ranking: DraftRanking
     ) -> tuple[list[Children], list[Tensor]]:
-        """The children that each level scores, and the nodes that have children, see `organize_draft_results`.
+        """The children that each level scores, and the nodes that have children, see `CandidatePool`.
 
         Rows y [bs, levels, H] have scores [bs, levels, draft vocabulary]. Without edges the nodes of a level have the
         same children, unless a grammar tells them apart.

@@ -45,11 +45,15 @@ ROTATED = "bf16* i64* fp32* bf16* bf16* i64*"  # qkv, positions, table, keys, va
 STATES = "fp32* bf16* bf16* fp32* fp32* fp32*"  # states, rings, inputs, keys, updates, decays
 DELTA = f"bf16* fp32* fp32* {STATES} fp32*{9 * ' i32'} fp32"  # from the convolution's weight on
 NOISE = "i64* i64* fp32*"  # keys, positions, temperature
+BEST = "fp32* i32* fp32* i64*"  # values, candidates, mass, tokens of a top-k
+PLAIN = f"None None None i32 i32 i32 fp32{5 * ' i32'}"  # no corrections
+MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
+SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
 KERNELS = [
     Kernel(
         "tree.candidates",
         "_children_kernel",
-        "fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8* i32 i32 i32",
+        f"fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8*{6 * ' i32'}",
         {"CHILDREN": 64, "WIDTH": 64},
     ),
     Kernel("tree.candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
@@ -118,9 +122,24 @@ KERNELS = [
         {"BLOCK": 2048},
         "ids",
     ),
+    Kernel("sampling.topk", "_merge_kernel", f"{BEST} None fp32* None None {PLAIN}", MERGE),
+    Kernel("sampling.topk", "_merge_kernel", f"{BEST} None fp32* i64* None {PLAIN}", MERGE, "ids"),
+    Kernel("sampling.topk", "_merge_kernel", f"{BEST} fp32* fp32* None fp32* {PLAIN}", MERGE, "scores"),
     Kernel(
-        "sampling.topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}
+        *("sampling.topk", "_merge_kernel"),
+        f"{BEST} fp32* fp32* i64* fp32* fp32* fp32* i64* i32 i32 i32 fp32{5 * ' i32'}",
+        *(MERGE, "corrected"),
     ),
+    Kernel(
+        *("normed_pairs", "_pairs_kernel", "i64* bf16* bf16* None bf16* bf16* bf16* bf16* i32 i32 fp32"),
+        {"KEEPS_NORMED": False, "SIZE": 4096},
+    ),
+    Kernel(
+        *("normed_pairs", "_pairs_kernel", "i64* bf16* bf16* i64* bf16* bf16* bf16* bf16* i32 i32 fp32"),
+        *({"KEEPS_NORMED": True, "SIZE": 8192}, "normed"),
+    ),
+    Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 512, "ROWS": 16, "NODES": 64}),
+    Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 1024, "ROWS": 16, "NODES": 256}, "large"),
     Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}),
     Kernel(
         *("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),

@@ -11,14 +11,14 @@ from torch import Tensor
 from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.kv_move import keep_accepted
-from eagle_server.ops.sampling.correction import correct_guesses
+from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
-from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
 from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.accepted import store_accepted
-from eagle_server.ops.tree.build import link_tree
-from eagle_server.ops.tree.candidates import best_candidates, best_children
+from eagle_server.ops.tree.build import link_tree, select_nodes
+from eagle_server.ops.tree.candidates import CandidatePool, Children, best_candidates, best_children
 from eagle_server.ops.tree.mask import pack_tree_mask
 from tests.support.reference import verify_tree_greedy
 
@@ -49,7 +49,8 @@ def test_no_twin_reads_a_value() -> None:
     assert best.ancestor_mask.shape == ancestor_mask.shape
     assert best_candidates(children.flatten(1), valueless(bs, topk * topk), None, 3).tokens.shape == (bs, 3)
     ratios = valueless(2, steps, 2, 5, dtype=torch.float32)
-    assert correct_guesses(children, ratios, ratios[0, 0, 0, 1:], lens, 1, 0.0).shape == children.shape
+    correction = Correction(ratios, ratios[0, 0, 0, 1:], lens, 1, 0.0)
+    assert correct_guesses(children, correction).shape == children.shape
     stored = valueless(9, steps + 2), valueless(9, steps + 2, 7, dtype=torch.float32)
     features = valueless(bs * size, 7, dtype=torch.float32)
     assert store_accepted(features, path, path, lens, *stored).shape == (*path.shape, 7)
@@ -57,5 +58,10 @@ def test_no_twin_reads_a_value() -> None:
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)
     assert topk_logprobs(logits, topk)[1].shape == (bs, topk)
-    coupled = coupled_topk_logprobs(logits, topk, lens, lens, logits[:, 0], valueless(vocab))
-    assert coupled[1].shape == (bs, topk)
+    noise = DrawNoise(lens, lens, logits[:, 0])
+    assert topk_logprobs(logits, topk, valueless(vocab), noise)[1].shape == (bs, topk)
+    first = Children(valueless(bs, topk), *2 * [valueless(bs, topk, dtype=torch.float32)])
+    pool = CandidatePool.empty(first, steps)
+    level = score_children(logits.repeat_interleave(topk, 0), first.scores, pool.level(1), None, noise, correction)
+    assert level.scores.shape == children.shape
+    assert select_nodes(lens, lens, pool, size - 1).mask.shape == (bs, size, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
-from eagle_server.speculation.candidates import Children
+from eagle_server.ops.tree.candidates import Children
 from tests.support.drafts import Pool, example_pool, scored
 
 
@@ -49,4 +49,4 @@ def test_a_nodes_feedback_is_its_parents() -> None:
     following, chosen = frontier.advance(torch.tensor([[[1, 2], [3, 4]]]), scores, torch.tensor([[5.0], [6.0]]))
     assert chosen.tolist() == [[2, 3]]
     assert following.topk_index.tolist() == [[3, 4]]
-    assert following.hidden_states.tolist() == [[6.0], [6.0]]
+    assert following.parent_states.tolist() == [[6.0], [6.0]]

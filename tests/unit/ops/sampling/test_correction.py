@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle_server.ops.sampling import correction
-from eagle_server.ops.sampling.correction import correct_guesses
+from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from tests.support.kernels import each_way, generator, on_device, take
 
 EDGES = [math.log(chance) for chance in (0.02, 0.1, 0.5, 0.9)]
@@ -30,7 +30,7 @@ def test_a_guess_is_corrected_by_the_ratio_of_its_bin(
     ratios = torch.randn(2, 3, 2, len(EDGES) + 1, generator=source)
     temperature_bin = torch.randint(2, (bs,), generator=source)
     given = on_device(wide, ratios, torch.tensor(EDGES), temperature_bin)
-    found = correct_guesses(given[0][:, 3:], *given[1:], depth, MOST).cpu()
+    found = correct_guesses(given[0][:, 3:], Correction(*given[1:], depth, MOST)).cpu()
     edges = torch.tensor(EDGES).tolist()
     for b in range(bs):
         pairs = zip(wide[b, 3:].flatten().tolist(), found[b].flatten().tolist(), strict=True)

@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.sampling import draw, gumbel, topk
+from eagle_server.ops.sampling import correction, draw, gumbel, topk
+from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
-from eagle_server.ops.sampling.topk import MAX_TOPK, coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.sampling.topk import MAX_TOPK, DrawNoise, score_children, topk_logprobs
+from eagle_server.ops.tree.candidates import Children
 from eagle_server.speculation.random import request_key
 from tests.support.covering import covering
 from tests.support.kernels import DEVICE, every_way, generator, needs_triton, on_device, take
 
 INF = float("inf")
+POOL = (torch.int64, torch.float32, torch.float32)  # tokens, scores, guesses
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +104,7 @@ def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
         assert vocab - 1 not in ids[1].tolist(), "NaN ranks last"
     keys, positions, _ = noise_of(5)
     noise = on_device(keys, positions, torch.full((5,), 0.8))
-    noisy_logp, noisy_ids = (part.cpu() for part in coupled_topk_logprobs(logits.to(DEVICE), 8, *noise))
+    noisy_logp, noisy_ids = (part.cpu() for part in topk_logprobs(logits.to(DEVICE), 8, noise=DrawNoise(*noise)))
     assert bool(((noisy_ids >= 0) & (noisy_ids < vocab)).all())
     torch.testing.assert_close(noisy_logp.isfinite(), logp.isfinite())
     if way != "twin":
@@ -128,8 +131,10 @@ def test_coupled_children_are_the_best_by_logits_and_noise(
     logits, noise = wide[:, :vocab], noise_of(n)
     ids = torch.randperm(3 * vocab, generator=source)[:vocab] if mapped else torch.arange(vocab)
     drafted = wide.to(DEVICE)[:, :vocab]
-    given = on_device(ids) if mapped else ()
-    logp, tokens = (part.cpu() for part in coupled_topk_logprobs(drafted, k, *on_device(*noise), *given))
+    given = ids.to(DEVICE) if mapped else None
+    logp, found = (part.cpu() for part in topk_logprobs(drafted, k, given, DrawNoise(*on_device(*noise))))
+    tokens = torch.zeros(3 * vocab, dtype=torch.int64).index_copy(0, ids, torch.arange(vocab))[found]  # the draft's
+    assert torch.equal(ids[tokens], found)
     assert (logp.dtype, tokens.dtype) == (torch.float32, torch.int64)
     scores = scores_by_hand(logits, noise, ids).log_softmax(1)
     torch.testing.assert_close(logp.double(), scores.sort(dim=1, descending=True).values[:, :k], rtol=1e-5, atol=1e-5)
@@ -147,11 +152,56 @@ def test_with_equal_logits_the_first_child_is_the_draw(way: str) -> None:
     n, vocab = 24, 4099
     logits, noise = 2 * torch.randn(n, vocab, generator=generator(n)), on_device(*noise_of(n))
     drawn, _ = draw_tokens(logits.to(DEVICE), *noise)
-    _, children = coupled_topk_logprobs(logits.to(DEVICE), 3, *noise)
+    _, children = topk_logprobs(logits.to(DEVICE), 3, noise=DrawNoise(*noise))
     assert torch.equal(children[:, 0], drawn)
     ids = torch.randperm(vocab, generator=generator(vocab))
-    _, children = coupled_topk_logprobs(logits[:, ids].to(DEVICE), 3, *noise, ids.to(DEVICE))
-    assert torch.equal(ids[children[:, 0].cpu()], drawn.cpu())
+    _, children = topk_logprobs(logits[:, ids].to(DEVICE), 3, ids.to(DEVICE), DrawNoise(*noise))
+    assert torch.equal(children[:, 0], drawn)
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("bs", "nodes", "vocab", "k", "noisy", "mapped", "corrects"),
+    covering(
+        [(1, 1, 7, 7), (1, 4, 1000, 4), (3, 4, 4099, 4), (2, 3, 2049, 16), (2, 1, 60, MAX_TOPK + 1)],
+        [False, True],
+        [False, True],
+        [False, True],
+        together=2,
+    ),
+)
+def test_a_level_is_scored_as_by_the_separate_operations(
+    way: str,
+    bs: int,
+    nodes: int,
+    vocab: int,
+    k: int,
+    noisy: bool,
+    mapped: bool,
+    corrects: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every bit, and into views of a pool, whose other levels stay as they are."""
+    take(way, monkeypatch, correction)
+    source = generator(bs, nodes, vocab)
+    logits = (3 * torch.randn(bs * nodes, vocab, generator=source)).to(DEVICE)
+    logits[0, : vocab - k] = -INF
+    noise = DrawNoise(*on_device(*noise_of(bs)), 2) if noisy else None
+    ids = torch.randperm(3 * vocab, generator=source)[:vocab].to(DEVICE) if mapped else None
+    bins = on_device(torch.randn(2, 3, 2, 5, generator=source), torch.tensor([-4.0, -2.0, -1.0, -0.1]))
+    corrected = Correction(*bins, (torch.arange(bs) % 2).to(DEVICE), 1, -0.05) if corrects else None
+    above = -torch.rand(bs, nodes, generator=source).to(DEVICE)
+    pool = Children(*(torch.full((bs, 2 + nodes * k + 3), 9, device=DEVICE).to(dtype) for dtype in POOL))
+    level = Children(*(part[:, 2 : 2 + nodes * k].unflatten(1, (nodes, k)) for part in pool))
+    found = score_children(logits, above, level, ids, noise, corrected)
+    logp, tokens = topk_logprobs(logits, k, ids, noise)
+    guesses = logp.view(bs, nodes, k)
+    chances = guesses if corrected is None else correct_guesses(guesses, corrected)
+    assert torch.equal(found.tokens, tokens.view(bs, nodes, k))
+    assert torch.equal(found.guesses, guesses)
+    assert torch.equal(found.scores, above[:, :, None] + chances)
+    for part in pool:
+        assert bool((part[:, :2] == 9).all()) and bool((part[:, 2 + nodes * k :] == 9).all())
 
 
 @needs_triton
@@ -177,7 +227,7 @@ def test_children_that_are_not_allowed_have_no_probability(way: str, vocab: int)
     logits[:, allowed] = torch.tensor([-50.0, -51.0])
     logits[2] = -INF
     noise = noise_of(n)
-    logp, tokens = (part.cpu() for part in coupled_topk_logprobs(logits.to(DEVICE), 4, *on_device(*noise)))
+    logp, tokens = (part.cpu() for part in topk_logprobs(logits.to(DEVICE), 4, noise=DrawNoise(*on_device(*noise))))
     best = scores_by_hand(logits, noise, torch.arange(vocab)).log_softmax(1).topk(4, dim=1)
     some = [0, 1, 3, 4, 5]
     torch.testing.assert_close(logp.double()[some], best.values[some], rtol=1e-5, atol=1e-5)

@@ -7,9 +7,10 @@ import torch
 
 from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops.tree import build as tree
-from eagle_server.ops.tree.build import link_tree
-from tests.support.drafts import example_pool
-from tests.support.kernels import DEVICE, climb, every_way, generator, on_device, random_parents, take
+from eagle_server.ops.tree.build import link_tree, select_nodes
+from eagle_server.ops.tree.candidates import CandidatePool, Children
+from tests.support.drafts import best, draft, example_pool
+from tests.support.kernels import DEVICE, climb, each_way, every_way, generator, on_device, random_parents, take
 
 
 def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +65,69 @@ def test_every_node_is_linked_to_its_pool_parent(
         assert depths[request].tolist() == [len(climb(links, node)) - 1 for node in range(drafted + 1)]
         for node, row in enumerate(mask[request].tolist()):
             assert [column for column, seen in enumerate(row) if seen] == sorted(climb(links, node))
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("bs", "topk", "steps", "count"),
+    [
+        (1, 1, 1, 1),
+        (2, 3, 1, 3),
+        (3, 1, 5, 4),
+        (3, 2, 4, 7),
+        (2, 4, 3, 36),
+        (2, 3, 5, 16),
+        pytest.param(2, 8, 6, 63, marks=pytest.mark.deep),
+        (1, 8, 18, 20),  # more candidates than one kernel takes
+    ],
+)
+def test_the_best_candidates_become_a_tree(
+    way: str, bs: int, topk: int, steps: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores with many ties, also between parents and children, and some of -inf."""
+    source = generator(bs, topk, steps, count)
+    first = -torch.randint(1, 4, (bs, topk), generator=source) / 2
+    logp = [-torch.randint(0, 4, (bs, topk, topk), generator=source) / 2 for _ in range(steps - 1)]
+    for each in logp[1:]:
+        each[:, -1, 0] = -torch.inf
+    tokens = [torch.randint(99, (bs, *(topk,) * (2 if level else 1)), generator=source) for level in range(steps)]
+    drafted, nodes = draft(first, logp, tokens)
+    guesses = [torch.randn(level.scores.shape, generator=source) for level in drafted.levels]
+    drafted.levels = [Children(*level[:2], own) for level, own in zip(drafted.levels, guesses, strict=True)]
+    given = torch.cat([own.flatten(1) for own in guesses], dim=1)
+    roots, lens = torch.arange(bs) + 500, 7 * torch.arange(bs) + 3
+    take(way, monkeypatch, tree)
+    found = select_nodes(*on_device(roots, lens), drafted.to(DEVICE).candidates, count)
+    for request in range(bs):
+        pool, chosen = nodes[request], best(nodes[request], count)
+        number = {-1: 0} | {index: place + 1 for place, index in enumerate(chosen)}
+        links = [-1, *(number[pool[index].parent] for index in chosen)]
+        assert found.parents[request].tolist() == links
+        assert found.tokens[request].tolist() == [500 + request, *(pool[index].token for index in chosen)]
+        assert found.scores[request].tolist() == [pool[index].score for index in chosen]
+        assert torch.equal(found.guesses[request].cpu(), given[request, chosen])
+        depths = [len(climb(links, node)) - 1 for node in range(count + 1)]
+        assert found.depths[request].tolist() == depths
+        assert found.positions[request].tolist() == [3 + 7 * request + depth for depth in depths]
+        for node, row in enumerate(found.mask[request].tolist()):
+            assert [column for column, seen in enumerate(row) if seen] == sorted(climb(links, node))
+
+
+@each_way
+def test_a_level_that_was_written_in_place_is_part_of_the_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(way, monkeypatch, tree)
+    pool, expected = example_pool(2)[0].to(DEVICE), example_pool(2)[0].tree(5)
+    given = pool.candidates
+    filled = CandidatePool.empty(given.first, given.steps)
+    for step in range(given.steps):
+        for part, values in zip(filled.level(step), pool.levels[step + 1], strict=True):
+            part.copy_(values)
+    filled.fed(1).copy_(pool.chosen[0])
+    roots = torch.full((2,), 77, device=DEVICE)
+    found = select_nodes(roots, torch.zeros_like(roots), filled, 5)
+    assert torch.equal(found.tokens.cpu(), expected.tokens)
+    assert torch.equal(found.parents.cpu(), expected.parents)
+    assert torch.equal(found.mask.cpu(), expected.mask)
 
 
 @every_way
