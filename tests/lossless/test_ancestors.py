@@ -131,9 +131,9 @@ def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeyp
     advance = EagleDraftInput.advance
 
     def by_column(
-        self: EagleDraftInput, tokens: Tensor, scores: Tensor, feedback: Tensor
+        self: EagleDraftInput, tokens: Tensor, scores: Tensor, feedback: Tensor, out: Tensor | None = None
     ) -> tuple[EagleDraftInput, Tensor]:
-        frontier, chosen = advance(self, tokens, scores, feedback)
+        frontier, chosen = advance(self, tokens, scores, feedback, out)
         own = frontier.ancestor_mask & (frontier.window.column_steps == frontier.step)
         return replace(frontier, ancestor_mask=self.ancestor_mask | own), chosen
 
