@@ -9,6 +9,8 @@ Facts from the sources of 0.7.2.post1, and how this package uses them:
 * A wrapper made with a mask buffer always masks, whatever arguments `plan` gets. `plan` without a mask leaves the mask
   buffers unchanged. We never pass masks to `plan`, because that would synchronize. Masked forwards have their own
   wrappers.
+* With CUDA graphs fa2's planner splits KV into as many chunks as the device has room for, and a second kernel always
+  merges them. If the tiles of query rows alone fill the device, it never splits: see `StaticWrapper`.
 * With CUDA graphs all offsets into the workspaces depend on batch size and rows, not on lengths, in fa2 and in fa3. So
   fa3 would be safe in graphs. But it does not split KV and does not pack query heads, so fa2 is the better kernel for
   the few rows of a decoding batch. Prompt chunks take fa3 where it can be loaded.
@@ -80,7 +82,12 @@ class Heads:
 
 
 class PagedWrapper:
-    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans."""
+    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans.
+
+    is_planned: the host need not plan the next forward.
+    """
+
+    is_planned = False
 
     def __init__(self, wrapper: Any, workspace: Workspace, arguments: dict[str, Any], *, static: bool) -> None:
         self._wrapper, self._workspace, self._arguments, self._static = wrapper, workspace, arguments, static
@@ -96,6 +103,9 @@ class PagedWrapper:
             self._fit(metadata)
         self._wrapper.plan(*metadata, **self._arguments)
         self.fence.set()
+
+    def plan_on_device(self, kv_indptr: Tensor) -> None:
+        """Plan for lengths on the device, int32 [bs + 1], if the host has not planned for them."""
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend with q [T, heads, head_dim] over pools [slots, kv_heads, *].
@@ -126,6 +136,50 @@ class PagedWrapper:
             return
         self._float = self._workspace.buffer
         self._wrapper.reset_workspace_buffer(self._float, self._ints)
+
+
+class StaticWrapper(PagedWrapper):
+    """A prefill wrapper with static buffers: its forwards have equal batch sizes and numbers of rows per request.
+
+    If the tiles of query rows alone fill the device, a plan that splits no KV serves all lengths. So the host plans
+    once, and no kernel merges chunks.
+
+    Args:
+        kv_indptr, last_page_len: the wrapper's buffers, int32 [bs + 1] and [bs].
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        workspace: Workspace,
+        arguments: dict[str, Any],
+        kv_indptr: Tensor,
+        last_page_len: Tensor,
+    ) -> None:
+        super().__init__(wrapper, workspace, arguments, static=True)
+        self._kv_indptr, self._last_page_len = kv_indptr, last_page_len
+
+    @property
+    def is_planned(self) -> bool:  # type: ignore[override]
+        return "disable_split_kv" in self._arguments and self._float is self._workspace.buffer
+
+    def plan(self, lengths: Lengths, indices: Tensor) -> None:
+        """See `PagedWrapper.plan`."""
+        super().plan(lengths, indices)
+        if "disable_split_kv" not in self._arguments and self._fills_device():
+            self._arguments["disable_split_kv"] = True
+            super().plan(lengths, indices)
+
+    def plan_on_device(self, kv_indptr: Tensor) -> None:
+        """See `PagedWrapper.plan_on_device`."""
+        if self.is_planned:
+            self._kv_indptr.copy_(kv_indptr)
+            torch.sub(kv_indptr[1:], kv_indptr[:-1], out=self._last_page_len).clamp_(max=1)
+
+    def _fills_device(self) -> bool:
+        blocks, tile = (int(self._wrapper._plan_info[place]) for place in (0, 3))
+        group = self._arguments["num_qo_heads"] // self._arguments["num_kv_heads"]
+        return blocks == len(self._last_page_len) * -(-self._arguments["uniform_q_len"] * group // tile)
 
 
 class DecodeWrapper(PagedWrapper):
