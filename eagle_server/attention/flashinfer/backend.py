@@ -186,7 +186,7 @@ class FlashInferAttention(FlashInferBackend):
         if not kind.static:
             return PagedWrapper(wrapper, self.workspace, arguments, static=False)
         lengths = buffers["paged_kv_indptr_buf"], buffers["paged_kv_last_page_len_buf"]
-        return StaticWrapper(wrapper, self.workspace, arguments, *lengths)
+        return StaticWrapper(wrapper, self.workspace, arguments, lengths, self.scratch.limits.kv_len)
 
     def _decode(self, kind: WrapperKind) -> DecodeWrapper:
         heads = self._heads_of(kind.spec)

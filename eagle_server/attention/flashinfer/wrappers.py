@@ -2,15 +2,18 @@
 
 Facts from the sources of 0.7.2.post1, and how this package uses them:
 
-* `plan` reads lengths on the host. All our metadata are CPU tensors, so nothing is copied from the device.
+* `plan` reads lengths on the host. All our metadata are CPU tensors, so nothing is copied from the device. A captured
+  prefill is planned by a kernel of our own, because the kernels read the plan in device memory.
 * `plan` does not need the slots. With CUDA graphs a wrapper copies the given indices into its buffer, so an empty slice
   leaves our buffer unchanged. Without graphs it keeps the device tensor itself. In both cases `run` reads the slots
   that `bind` wrote there. (fa2 and fa3 read indices nowhere else. We do not use backends that build block tables.)
 * A wrapper made with a mask buffer always masks, whatever arguments `plan` gets. `plan` without a mask leaves the mask
   buffers unchanged. We never pass masks to `plan`, because that would synchronize. Masked forwards have their own
   wrappers.
-* With CUDA graphs fa2's planner splits KV into as many chunks as the device has room for, and a second kernel always
-  merges them. If the tiles of query rows alone fill the device, it never splits: see `StaticWrapper`.
+* With CUDA graphs fa2's planner splits KV into as many chunks as the device has room for, and a second kernel merges
+  them even if each row has only one. If the tiles of query rows alone fill the device, it never splits.
+* fa2's kernels count the chunks of a request twice: in the plan, and from the length on the device. If both differ, all
+  rows but the first are merged from wrong places. So a plan for longer requests is no bound: it is wrong.
 * With CUDA graphs all offsets into the workspaces depend on batch size and rows, not on lengths, in fa2 and in fa3. So
   fa3 would be safe in graphs. But it does not split KV and does not pack query heads, so fa2 is the better kernel for
   the few rows of a decoding batch. Prompt chunks take fa3 where it can be loaded.
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.workspace import Workspace
+from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
 
 _INT_WORKSPACE = 64 << 10  # bytes, the minimum; a new wrapper has 8 MiB, and as much pinned host memory
 _EAGER_INT_WORKSPACE = 1 << 20
@@ -141,11 +145,12 @@ class PagedWrapper:
 class StaticWrapper(PagedWrapper):
     """A prefill wrapper with static buffers: its forwards have equal batch sizes and numbers of rows per request.
 
-    If the tiles of query rows alone fill the device, a plan that splits no KV serves all lengths. So the host plans
-    once, and no kernel merges chunks.
+    The host plans it once. Then a kernel plans each forward from lengths on the device (`ops/prefill_plan.py`). If the
+    tiles of query rows alone fill the device, the plan splits no KV, and no kernel merges chunks.
 
     Args:
-        kv_indptr, last_page_len: the wrapper's buffers, int32 [bs + 1] and [bs].
+        lengths: the wrapper's buffers kv_indptr and last_page_len, int32 [bs + 1] and [bs].
+        longest: KV slots of the longest request.
     """
 
     def __init__(
@@ -153,33 +158,37 @@ class StaticWrapper(PagedWrapper):
         wrapper: Any,
         workspace: Workspace,
         arguments: dict[str, Any],
-        kv_indptr: Tensor,
-        last_page_len: Tensor,
+        lengths: tuple[Tensor, Tensor],
+        longest: int,
     ) -> None:
         super().__init__(wrapper, workspace, arguments, static=True)
-        self._kv_indptr, self._last_page_len = kv_indptr, last_page_len
+        self._lengths, self._longest = lengths, longest
+        self._plan: PrefillPlan | None = None
 
     @property
     def is_planned(self) -> bool:  # type: ignore[override]
-        return "disable_split_kv" in self._arguments and self._float is self._workspace.buffer
+        return self._plan is not None and self._float is self._workspace.buffer
 
     def plan(self, lengths: Lengths, indices: Tensor) -> None:
         """See `PagedWrapper.plan`."""
         super().plan(lengths, indices)
-        if "disable_split_kv" not in self._arguments and self._fills_device():
+        self._plan = self._planned()
+        if self._plan.fills_device and "disable_split_kv" not in self._arguments:
             self._arguments["disable_split_kv"] = True
             super().plan(lengths, indices)
+            self._plan = self._planned()
 
     def plan_on_device(self, kv_indptr: Tensor) -> None:
         """See `PagedWrapper.plan_on_device`."""
-        if self.is_planned:
-            self._kv_indptr.copy_(kv_indptr)
-            torch.sub(kv_indptr[1:], kv_indptr[:-1], out=self._last_page_len).clamp_(max=1)
+        assert self._plan is not None
+        plan_prefill(kv_indptr, self._plan)
 
-    def _fills_device(self) -> bool:
-        blocks, tile = (int(self._wrapper._plan_info[place]) for place in (0, 3))
-        group = self._arguments["num_qo_heads"] // self._arguments["num_kv_heads"]
-        return blocks == len(self._last_page_len) * -(-self._arguments["uniform_q_len"] * group // tile)
+    def _planned(self) -> PrefillPlan:
+        assert self._ints is not None
+        info = tuple(int(number) for number in self._wrapper._plan_info)
+        given = self._arguments
+        rows, group = given["uniform_q_len"], given["num_qo_heads"] // given["num_kv_heads"]
+        return PrefillPlan.of(self._ints, info, self._lengths, rows, group, given["window_left"], self._longest)
 
 
 class DecodeWrapper(PagedWrapper):
