@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention import workspace
-from eagle_server.ops import indices, kv_move
+from eagle_server.ops import indices, kv_move, prefill_plan
 from eagle_server.ops.sampling import draw, topk
 from eagle_server.ops.tree import accept, mask
 from eagle_server.ops.tree import attention as tree_attention
@@ -36,6 +36,7 @@ KERNELS = (
     indices,
     kv_move,
     mask,
+    prefill_plan,
     topk,
     tree,
     tree_attention,
@@ -82,6 +83,16 @@ def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     """The workspace cannot grow once graphs hold its address. `_STEP` = 1: rounding up to megabytes would hide this."""
     monkeypatch.setattr(workspace, "_STEP", 1)
     assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu((1, 2))), REQUESTS)) == texts
+
+
+@eagle_is_deep
+@pytest.mark.parametrize("modes", ["mask", "cascade"])
+def test_plans_of_the_device_that_split_kv_give_the_plain_text(
+    pair: Pair, texts: Mapping[str, Sequence[int]], modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_plan, "SMALLEST_CHUNK", 8)
+    settings = {"verify_attention": modes, "draft_attention": modes}
+    assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu(), **settings), REQUESTS)) == texts
 
 
 @eagle_is_deep

@@ -6,7 +6,8 @@ The real wrappers have surprising behaviour, which the emulation repeats:
 
 * With CUDA graphs, `plan` copies lengths and slots to the buffers given to the constructor, and `run` reads them there.
 * A wrapper made with a mask buffer always masks with the buffer's content. A plan without a mask does not change it.
-* A plan's schedule is valid only for its lengths. `run` raises an error if the buffers hold other lengths.
+* A plan's schedule is valid only for its lengths. A prefill with a plan for others gives wrong results, as on a GPU:
+  `run` does what the int workspace says. A decode raises an error.
 * With CUDA graphs, batch size, number of rows, and all values that a captured graph holds by value are fixed.
 * Only slots named by the indices are read. A masked value of NaN still gives NaN.
 * A workspace that is too small raises an error.
@@ -18,16 +19,20 @@ from types import SimpleNamespace
 
 from tests.support.flashinfer_log import Log
 from tests.support.flashinfer_mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
-from tests.support.flashinfer_paged import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from tests.support.flashinfer_paged import (
+    SMS,
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+)
 
 
 class Emulation:
-    """Replaces the module `flashinfer`. `log` records the calls."""
+    """Replaces the module `flashinfer`. `log` records the calls. `sms`: multiprocessors of the emulated GPU."""
 
     any_dtype = any_head_dim = True
 
-    def __init__(self, *, keep_calls: bool = False) -> None:
-        self.log = Log(keep_calls)
+    def __init__(self, *, keep_calls: bool = False, sms: int = SMS) -> None:
+        self.log, self.sms = Log(keep_calls), sms
         self.BatchPrefillWithPagedKVCacheWrapper = self._bound(BatchPrefillWithPagedKVCacheWrapper)
         self.BatchDecodeWithPagedKVCacheWrapper = self._bound(BatchDecodeWithPagedKVCacheWrapper)
         self.mla = SimpleNamespace(
@@ -35,4 +40,4 @@ class Emulation:
         )
 
     def _bound(self, cls: type) -> type:
-        return type(cls.__name__, (cls,), {"log": self.log})
+        return type(cls.__name__, (cls,), {"log": self.log, "sms": self.sms})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,22 @@ import torch
 from torch import Tensor
 
 from tests.support.flashinfer_log import Log, attend, causal, everything, logged
+from tests.support.flashinfer_planner import Paged, Planned, run_plan, write_plan
 
 BORN_INT_WORKSPACE = 8 << 20
+SMS = 6  # multiprocessors: so few that some batches of tests fill them
+
+
+def _lengths(kv_indptr: Tensor, last_page_len: Tensor) -> Tensor:
+    """Of page size 1."""
+    return (kv_indptr.diff() - 1).clamp(min=0) + last_page_len
 
 
 class _Paged:
     """The common part of prefill and decode wrappers. `plan` sets the attributes without a default."""
 
     log: Log
+    sms = SMS
 
     def _start(self, workspace: Tensor, layout: str, graph: bool, buffers: dict[str, Tensor | None]) -> None:
         assert layout == "NHD"
@@ -61,10 +68,9 @@ class _Paged:
                 if len(tensor) > len(buffer):
                     raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
                 buffer[: len(tensor)].copy_(tensor)
-        pages = kv_indptr[1:] - kv_indptr[:-1]
         self._scheduled = kv_indptr.clone()
-        self._page_size = constants["page_size"]
-        self._kv_lens = torch.where(pages > 0, (pages - 1) * self._page_size + last, 0)
+        assert constants["page_size"] == 1
+        self._kv_lens = _lengths(kv_indptr, last)
         self._constants = constants
 
     def _gather(self, cache: Tensor, request: int, indptr: Tensor, indices: Tensor) -> Tensor:
@@ -72,9 +78,8 @@ class _Paged:
         pages = indices[int(indptr[request]) : int(indptr[request + 1])].long()
         return cache[pages].flatten(0, 1)[: int(self._kv_lens[request])]
 
-    def _check_run(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, indptr: Tensor) -> None:
+    def _check_run(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
         constants = self._constants
-        assert torch.equal(indptr, self._scheduled), "the plan's schedule is for other lengths"
         for tensor, dtype, name in (
             (q, constants["q"], "q"),
             (cache[0], constants["kv"], "k"),
@@ -86,7 +91,7 @@ class _Paged:
                 )
         assert out.shape == (*q.shape[:2], cache[1].shape[3])
         assert q.stride(-1) == 1 and cache[0].stride() == cache[1].stride()
-        assert cache[0].shape[1] == self._page_size
+        assert cache[0].shape[1] == 1
 
     def _attend(
         self,
@@ -130,6 +135,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             "paged_kv_last_page_len": paged_kv_last_page_len_buf,
         }
         self._start(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        self._plan_info: list[int] = []
+        self._captured: list[int] | None = None
         # Without graph mode, plan drops the mask buffers and so the mask.
         self._mask = (custom_mask_buf, mask_indptr_buf) if use_cuda_graph and custom_mask_buf is not None else None
         assert backend == "fa2" or (backend == "fa3" and not self._mask)
@@ -152,9 +159,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
         o_data_type: Any = None,
+        disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
     ) -> tuple[int, int]:
-        return self._size(len(qo_indptr) - 1, int(qo_indptr[-1]), num_qo_heads, head_dim_qk)
+        rows = int(qo_indptr[-1])
+        floats, ints = self._size(len(qo_indptr) - 1, rows, num_qo_heads, head_dim_qk)
+        heads = num_qo_heads, num_kv_heads, head_dim_qk
+        given = self._planned(heads, window_left, uniform_q_len, disable_split_kv=disable_split_kv)
+        kv_lens = _lengths(paged_kv_indptr, paged_kv_last_page_len)
+        *_, taken = write_plan(None, qo_indptr, kv_lens, given, rows)
+        return floats, max(ints, taken)
 
     @logged
     def plan(
@@ -174,6 +188,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
         o_data_type: Any = None,
+        disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
     ) -> None:
         assert pos_encoding_mode == "NONE" and sm_scale is not None
@@ -202,6 +217,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             "o": o_data_type or q_data_type,
         }
         self._stage(named, paged_kv_indptr, paged_kv_last_page_len, constants)
+        heads = num_qo_heads, num_kv_heads, head_dim_qk
+        given = self._planned(heads, window_left, uniform_q_len, disable_split_kv=disable_split_kv)
+        *self._plan_info, _ = write_plan(self._ints, qo_indptr, self._kv_lens, given, rows)
+
+    def _planned(
+        self, heads: tuple[int, int, int], window: int, uniform_q_len: int | None, *, disable_split_kv: bool
+    ) -> Planned:
+        uniform = uniform_q_len or 0
+        return Planned(*heads, self.sms, self._graph, window, disable_split_kv, uniform if self._graph else 0)
 
     @logged
     def run(
@@ -213,27 +237,29 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         lse: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        qo_indptr, kv_indptr = self._buffers["qo_indptr"], self._buffers["paged_kv_indptr"]
-        assert qo_indptr is not None and kv_indptr is not None and out is not None and not args
+        qo_indptr = self._buffers["qo_indptr"]
+        assert qo_indptr is not None and out is not None and not args
         if len(q) != int(qo_indptr[-1]):
             raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({int(qo_indptr[-1])}).")
-        self._check_run(q, paged_kv_cache, out, kv_indptr)
-        for request in range(len(qo_indptr) - 1):
-            rows = int(qo_indptr[request]), int(qo_indptr[request + 1])
-            visible = causal if self._constants["causal"] else everything
-            if self._mask is not None:
-                visible = functools.partial(self._custom, request)
-            names = ("paged_kv_indptr", "paged_kv_indices")
-            part, part_lse = self._attend(q, paged_kv_cache, rows, request, names, visible)
-            out[rows[0] : rows[1]] = part
-            if return_lse:
-                assert lse is not None and lse.dtype == torch.float32
-                lse[rows[0] : rows[1]] = part_lse
+        self._check_run(q, paged_kv_cache, out)
+        if self._graph:
+            assert self._captured in (None, self._plan_info), "a captured graph holds other offsets"
+            self._captured = self._plan_info
+        keys, values = (cache.flatten(0, 1) for cache in paged_kv_cache)
+        lengths = self._buffers["paged_kv_indptr"], self._buffers["paged_kv_indices"]
+        paged = Paged(keys, values, qo_indptr, *lengths, self._buffers["paged_kv_last_page_len"])  # type: ignore[arg-type]
+        window, scale = self._constants["window_left"], self._constants["sm_scale"]
+        found, found_lse = run_plan(self._ints, self._plan_info, q, paged, self._visible, window, scale)
+        out.copy_(found)
+        if return_lse:
+            assert lse is not None and lse.dtype == torch.float32
+            lse.copy_(found_lse)
         return (out, lse) if return_lse else out
 
-    def _custom(self, request: int, rows: int, columns: int) -> Tensor:
-        """MaskMode.CUSTOM: byte custom_mask + mask_indptr[request], bit qo * kv_len + kv, little-endian."""
-        assert self._mask is not None
+    def _visible(self, request: int, rows: int, columns: int) -> Tensor:
+        if self._mask is None:
+            return (causal if self._constants["causal"] else everything)(rows, columns)
+        # MaskMode.CUSTOM: byte custom_mask + mask_indptr[request], bit qo * kv_len + kv, little-endian.
         bits, indptr = self._mask
         assert bits is not None and bits.dtype == torch.uint8
         assert indptr is not None and indptr.dtype == torch.int32
@@ -329,7 +355,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
     ) -> Any:
         indptr = self._buffers["indptr"]
         assert indptr is not None and out is not None and not args
-        self._check_run(q, paged_kv_cache, out, indptr)
+        assert torch.equal(indptr, self._scheduled), "the plan's schedule is for other lengths"
+        self._check_run(q, paged_kv_cache, out)
         if len(q) != len(indptr) - 1:
             raise ValueError(f"q implies q_len_per_req={len(q) / (len(indptr) - 1)} but plan() used 1")
         for request in range(len(q)):

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from tests.support.flashinfer_log import attend, everything
 from tests.support.flashinfer_log import causal as causal_mask
+from tests.support.flashinfer_paged import SMS
+from tests.support.flashinfer_planner import Paged, Planned, run_plan, write_plan
 
 CUSTOM = 2  # MaskMode
+FA3_ARGUMENTS = 16  # of its planner, which is not emulated
 
 
 def real_flashinfer() -> Any:
@@ -48,9 +51,15 @@ class Kernels:
 
     def plan(self, *args: Any) -> list[int]:
         self.plans.append(args)
+        ints, _, qo_indptr, _, kv_lens, total_rows, _, heads, kv_heads, page_size, graph, dim, _, _, window = args[1:16]
         for tensor in args[3:6]:
             assert tensor.device.type == "cpu" and tensor.dtype == torch.int32
-        return [0]
+        if len(args) == FA3_ARGUMENTS:
+            return []
+        fixed_split_size, disable_split_kv, colocated, uniform = args[16:]
+        assert (page_size, fixed_split_size, colocated) == (1, -1, 0)
+        given = Planned(heads, kv_heads, dim, SMS, graph, window, disable_split_kv, uniform)
+        return write_plan(ints, qo_indptr, kv_lens, given, total_rows)[:-1]
 
     def paged_run(
         self,
@@ -79,19 +88,30 @@ class Kernels:
         self.mask_modes.append(mask_mode)
         self.masks.append((custom_mask, mask_indptr))
         scale = rest[5]
+
+        def visible(request: int, n: int, m: int) -> Tensor:
+            if mask_mode != CUSTOM:
+                return causal_mask(n, m) if mask_mode == 1 else everything(n, m)
+            assert custom_mask is not None and mask_indptr is not None
+            bit = torch.arange(n * m)
+            packed = custom_mask[int(mask_indptr[request]) + bit // 8]
+            return (packed >> (bit % 8) & 1).bool().view(n, m)
+
+        if plan_info:
+            paged = Paged(k[:, 0], v[:, 0], qo_indptr, kv_indptr, kv_indices, last_page_len)
+            found, found_lse = run_plan(int_workspace, plan_info, q, paged, visible, window_left, scale)
+            out.copy_(found)
+            if lse is not None:
+                lse.copy_(found_lse)
+            return
         for request in range(len(qo_indptr) - 1):
             rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
             slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
             n, m = rows.stop - rows.start, len(slots)
-            visible = causal_mask(n, m) if mask_mode == 1 else everything(n, m)
-            if mask_mode == CUSTOM:
-                assert custom_mask is not None and mask_indptr is not None
-                bit = torch.arange(n * m)
-                packed = custom_mask[int(mask_indptr[request]) + bit // 8]
-                visible = (packed >> (bit % 8) & 1).bool().view(n, m)
+            seen = visible(request, n, m)
             if window_left >= 0:
-                visible = visible & (torch.arange(m) + n + window_left >= m + torch.arange(n)[:, None])
-            out[rows], part = attend(q[rows], k[slots, 0], v[slots, 0], visible, scale)
+                seen = seen & (torch.arange(m) + n + window_left >= m + torch.arange(n)[:, None])
+            out[rows], part = attend(q[rows], k[slots, 0], v[slots, 0], seen, scale)
             if lse is not None:
                 lse[rows] = part
 

@@ -195,7 +195,7 @@ def _count_copies(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> No
 
 def _counted_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> Emulation:
     """A plan copies its schedule, and the metadata that its arguments hold."""
-    module = Emulation()
+    module = Emulation(sms=132)
 
     def plan(original: Callable[..., Any]) -> Callable[..., Any]:
         def planned(self: Any, *metadata: Any, **kwargs: Any) -> Any:
@@ -222,11 +222,11 @@ def _counted_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
 
 
 def _with_merge(original: Callable[..., Any], counter: LaunchCounter) -> Callable[..., Any]:
-    """With CUDA graphs FlashInfer's schedule always splits KV (PrefillBinarySearchKVChunkSize in scheduler.cuh)."""
+    """A plan that splits KV is followed by the kernel that merges chunks. With CUDA graphs decode plans split it."""
     attention = counter.as_one(original, "attention")
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._graph:
+        if self._plan_info[-1] if hasattr(self, "_plan_info") else self._graph:
             counter.launch("merge of split KV")
         return attention(self, *args, **kwargs)
 

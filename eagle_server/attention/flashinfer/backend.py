@@ -21,7 +21,14 @@ import torch
 from eagle_server.attention.flashinfer.forward import FlashInferBackend, PlanSpec, Wrapper, WrapperKind
 from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, HEAD_DIMS, warn_of_fa2, why_not_loaded
 from eagle_server.attention.flashinfer.scratch import AttentionLimits, Mode, int_buffer
-from eagle_server.attention.flashinfer.wrappers import DecodeWrapper, Heads, Lengths, PagedWrapper, plan_arguments
+from eagle_server.attention.flashinfer.wrappers import (
+    DecodeWrapper,
+    Heads,
+    Lengths,
+    PagedWrapper,
+    StaticWrapper,
+    plan_arguments,
+)
 from eagle_server.attention.interface import Layout, TreeMode
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape
@@ -123,7 +130,12 @@ class FlashInferAttention(FlashInferBackend):
         return "mask" if chosen == "cascade" and sliding else chosen
 
     def make(self, kind: WrapperKind) -> Wrapper:
-        return self._decode(kind) if kind.mode in ("decode", "per_node") else self._prefill(kind)
+        if kind.mode not in ("decode", "per_node"):
+            return self._prefill(kind)
+        # With tensor cores both wrappers run the same kernels. A prefill wrapper with static buffers is planned once.
+        heads = self._heads_of(kind.spec)
+        uses_tensor_cores = heads.heads // heads.kv_heads >= TENSOR_CORES_FROM
+        return self._paged(kind, "fa2") if kind.static and uses_tensor_cores else self._decode(kind)
 
     def _heads_of(self, spec: PlanSpec) -> Heads:
         heads = self._heads[spec.shape or self._any_shape]
@@ -160,18 +172,22 @@ class FlashInferAttention(FlashInferBackend):
         buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": kernel}
         if kind.static:
             device = self.workspace.device
-            arguments["uniform_q_len"] = kind.rows
+            requests, rows = (kind.batch * kind.rows, 1) if kind.mode == "per_node" else (kind.batch, kind.rows)
+            arguments["uniform_q_len"] = rows
             buffers |= {
-                "qo_indptr_buf": int_buffer(kind.batch + 1, device),
-                "paged_kv_indptr_buf": int_buffer(kind.batch + 1, device),
+                "qo_indptr_buf": int_buffer(requests + 1, device),
+                "paged_kv_indptr_buf": int_buffer(requests + 1, device),
                 "paged_kv_indices_buf": self.scratch.slots(kind.mode, kind.batch, kind.rows),
-                "paged_kv_last_page_len_buf": int_buffer(kind.batch, device),
+                "paged_kv_last_page_len_buf": int_buffer(requests, device),
             }
         if masked:
             mask = self.scratch.mask(kind.batch, kind.rows, kind.spec.window)
             buffers |= {"custom_mask_buf": mask.bits, "mask_indptr_buf": mask.indptr}
         wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self.workspace.buffer, "NHD", **buffers)
-        return PagedWrapper(wrapper, self.workspace, arguments, static=kind.static)
+        if not kind.static:
+            return PagedWrapper(wrapper, self.workspace, arguments, static=False)
+        lengths = buffers["paged_kv_indptr_buf"], buffers["paged_kv_last_page_len_buf"]
+        return StaticWrapper(wrapper, self.workspace, arguments, lengths, self.scratch.limits.kv_len)
 
     def _decode(self, kind: WrapperKind) -> DecodeWrapper:
         heads = self._heads_of(kind.spec)

@@ -2,9 +2,10 @@
 
 Static buffers and CUDA graphs. A forward may be captured if all its requests have the same number of query rows, one of
 `AttentionLimits.graph_rows`, and its batch size is one of `AttentionLimits.graph_batches`. Such forwards have their own
-wrappers, which are made once and looked up by `graph_key`. `plan` runs on the host before every forward. A graph
-captures `bind` and `run` of the first forward and replays for all later ones: no address changes, and lengths, slots
-and masks are read from device memory. All other forwards borrow wrappers and return them when their plan is deleted.
+wrappers, which are made once and looked up by `graph_key`. `plan` runs on the host before every forward and plans the
+wrappers that are not `is_planned`. A graph captures `bind` and `run` of the first forward and replays for all later
+ones: no address changes, and lengths, slots and masks are read from device memory. All other forwards borrow wrappers
+and return them when their plan is deleted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Wrapper(Protocol):
     """A `PagedWrapper` or an `MLAWrapper`."""
 
     fence: Fence
+
+    @property
+    def is_planned(self) -> bool: ...
+
+    def plan_on_device(self, kv_indptr: Tensor) -> None: ...
 
     def plan(self, lengths: Lengths, indices: Tensor) -> None: ...
 
@@ -116,10 +122,13 @@ class FlashInferBackend(ABC):
             shared = self._static.get(key)
             if shared is None:
                 shared = self._static[key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
-            shared.plans += 1
             wrappers = shared.wrappers
-        for wrapper, (lengths, slots) in zip(wrappers, _plan_inputs(scratch, layout, modes), strict=True):
+        pending = [both for both in zip(modes, wrappers, strict=True) if not both[1].is_planned]
+        inputs = _plan_inputs(scratch, layout, [mode for mode, _ in pending])
+        for (_, wrapper), (lengths, slots) in zip(pending, inputs, strict=True):
             wrapper.plan(lengths, slots)
+        if shared is not None:
+            shared.plans += bool(pending)
         plan = FlashInferPlan(self, scratch, layout, (modes, wrappers), key, shared)
         if key is None:
             for kind, wrapper in zip(kinds, wrappers, strict=True):
@@ -167,7 +176,7 @@ def _check(layout: Layout, limits: AttentionLimits) -> None:
 
 @dataclass
 class _StaticWrappers:
-    """The wrappers of one graph key, and how often they have been planned."""
+    """The wrappers of one graph key, and how often the host has planned any of them."""
 
     wrappers: tuple[Wrapper, ...]
     plans: int = 0
@@ -209,8 +218,9 @@ class FlashInferPlan:
             raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
         if not batch.keeps_slots:
             self._window = None
-            for mode in dict.fromkeys(self.modes):
-                scratch.write_slots(mode, batch)
+            kv_indptr = {mode: scratch.write_slots(mode, batch) for mode in dict.fromkeys(self.modes)}
+            for mode, wrapper in zip(self.modes, self.wrappers, strict=True):
+                wrapper.plan_on_device(kv_indptr[mode])
         tree = None
         if isinstance(batch.mask, TreeMask):
             slidings = [

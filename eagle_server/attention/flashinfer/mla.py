@@ -111,7 +111,12 @@ class FlashInferMLAAttention(FlashInferBackend):
 
 
 class MLAWrapper:
-    """Attention over a `LatentPool`: FlashInfer's MLA wrapper and the arguments of all its plans. See `Wrapper`."""
+    """Attention over a `LatentPool`: FlashInfer's MLA wrapper and the arguments of all its plans. See `Wrapper`.
+
+    Its planner cuts the work by lengths on the host, so the host plans every forward.
+    """
+
+    is_planned = False
 
     def __init__(
         self,
@@ -146,6 +151,9 @@ class MLAWrapper:
         )
         self._wrapper.plan(metadata=metadata, **self._arguments)
         self.fence.set()
+
+    def plan_on_device(self, kv_indptr: Tensor) -> None:
+        """The host has planned."""
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend with q [T, heads, rank + rope_dim] over latents [slots, 1, rank + rope_dim].

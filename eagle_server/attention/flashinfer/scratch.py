@@ -86,17 +86,17 @@ class Scratch:
             self._masks[batch, *key] = PackedMask(self._bits[key][: batch * size], indptr)
         return self._masks[batch, *key]
 
-    def write_slots(self, mode: Mode, batch: AttentionBatch) -> None:
-        """Write the kv_indices of a forward in this mode."""
+    def write_slots(self, mode: Mode, batch: AttentionBatch) -> Tensor:
+        """Write the kv_indices of a forward in this mode, and return their kv_indptr."""
         layout = batch.layout
         out = self.slots(mode, len(layout.q_lens), layout.q_len or 0)
         if mode == "per_node":
-            attn_args_decode(batch, out)
-        elif mode == "cascade":
+            return attn_args_decode(batch, out)[1]
+        if mode == "cascade":
             assert layout.mask_width is not None
-            kv_arguments(batch.req_pool_indices, batch.kv_lens - layout.mask_width, batch.req_to_token, out=out)
-        else:
-            attn_args_prefill(batch, out)
+            prefix = batch.kv_lens - layout.mask_width
+            return kv_arguments(batch.req_pool_indices, prefix, batch.req_to_token, out=out)[0]
+        return attn_args_prefill(batch, out)[1]
 
     def write_mask(self, batch: AttentionBatch, mask: TreeMask, sliding: int) -> None:
         """Pack the tree mask over prefix and window, for layers with this sliding window."""

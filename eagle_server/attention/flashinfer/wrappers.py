@@ -2,13 +2,18 @@
 
 Facts from the sources of 0.7.2.post1, and how this package uses them:
 
-* `plan` reads lengths on the host. All our metadata are CPU tensors, so nothing is copied from the device.
+* `plan` reads lengths on the host. All our metadata are CPU tensors, so nothing is copied from the device. A captured
+  prefill is planned by a kernel of our own, because the kernels read the plan in device memory.
 * `plan` does not need the slots. With CUDA graphs a wrapper copies the given indices into its buffer, so an empty slice
   leaves our buffer unchanged. Without graphs it keeps the device tensor itself. In both cases `run` reads the slots
   that `bind` wrote there. (fa2 and fa3 read indices nowhere else. We do not use backends that build block tables.)
 * A wrapper made with a mask buffer always masks, whatever arguments `plan` gets. `plan` without a mask leaves the mask
   buffers unchanged. We never pass masks to `plan`, because that would synchronize. Masked forwards have their own
   wrappers.
+* With CUDA graphs fa2's planner splits KV into as many chunks as the device has room for, and a second kernel merges
+  them even if each row has only one. If the tiles of query rows alone fill the device, it never splits.
+* fa2's kernels count the chunks of a request twice: in the plan, and from the length on the device. If both differ, all
+  rows but the first are merged from wrong places. So a plan for longer requests is no bound: it is wrong.
 * With CUDA graphs all offsets into the workspaces depend on batch size and rows, not on lengths, in fa2 and in fa3. So
   fa3 would be safe in graphs. But it does not split KV and does not pack query heads, so fa2 is the better kernel for
   the few rows of a decoding batch. Prompt chunks take fa3 where it can be loaded.
@@ -27,6 +32,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.workspace import Workspace
+from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
 
 _INT_WORKSPACE = 64 << 10  # bytes, the minimum; a new wrapper has 8 MiB, and as much pinned host memory
 _EAGER_INT_WORKSPACE = 1 << 20
@@ -80,7 +86,12 @@ class Heads:
 
 
 class PagedWrapper:
-    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans."""
+    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans.
+
+    is_planned: the host need not plan the next forward.
+    """
+
+    is_planned = False
 
     def __init__(self, wrapper: Any, workspace: Workspace, arguments: dict[str, Any], *, static: bool) -> None:
         self._wrapper, self._workspace, self._arguments, self._static = wrapper, workspace, arguments, static
@@ -96,6 +107,9 @@ class PagedWrapper:
             self._fit(metadata)
         self._wrapper.plan(*metadata, **self._arguments)
         self.fence.set()
+
+    def plan_on_device(self, kv_indptr: Tensor) -> None:
+        """Plan for lengths on the device, int32 [bs + 1], if the host has not planned for them."""
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend with q [T, heads, head_dim] over pools [slots, kv_heads, *].
@@ -126,6 +140,55 @@ class PagedWrapper:
             return
         self._float = self._workspace.buffer
         self._wrapper.reset_workspace_buffer(self._float, self._ints)
+
+
+class StaticWrapper(PagedWrapper):
+    """A prefill wrapper with static buffers: its forwards have equal batch sizes and numbers of rows per request.
+
+    The host plans it once. Then a kernel plans each forward from lengths on the device (`ops/prefill_plan.py`). If the
+    tiles of query rows alone fill the device, the plan splits no KV, and no kernel merges chunks.
+
+    Args:
+        lengths: the wrapper's buffers kv_indptr and last_page_len, int32 [bs + 1] and [bs].
+        longest: KV slots of the longest request.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        workspace: Workspace,
+        arguments: dict[str, Any],
+        lengths: tuple[Tensor, Tensor],
+        longest: int,
+    ) -> None:
+        super().__init__(wrapper, workspace, arguments, static=True)
+        self._lengths, self._longest = lengths, longest
+        self._plan: PrefillPlan | None = None
+
+    @property
+    def is_planned(self) -> bool:  # type: ignore[override]
+        return self._plan is not None and self._float is self._workspace.buffer
+
+    def plan(self, lengths: Lengths, indices: Tensor) -> None:
+        """See `PagedWrapper.plan`."""
+        super().plan(lengths, indices)
+        self._plan = self._planned()
+        if self._plan.fills_device and "disable_split_kv" not in self._arguments:
+            self._arguments["disable_split_kv"] = True
+            super().plan(lengths, indices)
+            self._plan = self._planned()
+
+    def plan_on_device(self, kv_indptr: Tensor) -> None:
+        """See `PagedWrapper.plan_on_device`."""
+        assert self._plan is not None
+        plan_prefill(kv_indptr, self._plan)
+
+    def _planned(self) -> PrefillPlan:
+        assert self._ints is not None
+        info = tuple(int(number) for number in self._wrapper._plan_info)
+        given = self._arguments
+        rows, group = given["uniform_q_len"], given["num_qo_heads"] // given["num_kv_heads"]
+        return PrefillPlan.of(self._ints, info, self._lengths, rows, group, given["window_left"], self._longest)
 
 
 class DecodeWrapper(PagedWrapper):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.flashinfer import wrappers
 from eagle_server.attention.flashinfer.backend import FlashInferAttention
 from eagle_server.attention.flashinfer.forward import FlashInferBackend
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
@@ -21,8 +22,11 @@ from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention, torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
+from eagle_server.ops import prefill_plan
+from tests.support import flashinfer_planner
 from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation
+from tests.support.flashinfer_paged import SMS
 from tests.support.paged import CPU, Case, World, causal, draft_step, mixed, replay_with, verify
 
 TOLERANCE = 1e-5
@@ -63,9 +67,11 @@ class Built:
     emulation: Emulation
 
 
-def flashinfer(world: World, limits: AttentionLimits, modes: str = "mask", *, keep_calls: bool = False) -> Built:
+def flashinfer(
+    world: World, limits: AttentionLimits, modes: str = "mask", *, keep_calls: bool = False, sms: int = SMS
+) -> Built:
     assert isinstance(world.pool, KVPool)
-    emulation = Emulation(keep_calls=keep_calls)
+    emulation = Emulation(keep_calls=keep_calls, sms=sms)
     verify_mode, draft_mode = MODES.get(modes, (modes, modes))
     specs = [(layer.scale, layer.sliding_window) for layer in world.layers]
     backend = FlashInferAttention(
@@ -148,8 +154,13 @@ PAIRS: dict[str, Callable[[World], tuple[Case, Case]]] = {
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("modes", [*MODES, "mla"])
-def test_the_first_forward_of_a_key_replays_for_other_requests_and_lengths(modes: str, pair: str) -> None:
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_first_forward_of_a_key_replays_for_other_requests_and_lengths(
+    modes: str, pair: str, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Like a CUDA graph: call bind and run of the first forward again, with new contents in its tensors."""
+    if splits:
+        monkeypatch.setattr(prefill_plan, "SMALLEST_CHUNK", 4)
     world = latent_world() if modes == "mla" else World(LAYERS)
     built = mla(world, STATIC) if modes == "mla" else flashinfer(world, STATIC, modes)
     first, second = PAIRS[pair](world)
@@ -159,14 +170,63 @@ def test_the_first_forward_of_a_key_replays_for_other_requests_and_lengths(modes
     queries = first.queries()
     for _ in range(2):  # a warm-up, and the capture
         assert error(first.run(captured.bind(first.batch), queries), first.expected(queries)) < TOLERANCE
-    made = built.emulation.log.made
+    made, plans = built.emulation.log.made, built.emulation.log.plans
     again = built.backend.plan(second.layout)
     assert again.graph_key == captured.graph_key
     assert built.emulation.log.made == made
+    assert built.emulation.log.plans == plans + (modes == "mla") * len(built.backend.specs)
     second.arrive()
     replay_with(first.batch, second.batch)
     queries = second.queries()
     assert error(second.run(captured.bind(first.batch), queries), second.expected(queries)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("modes", "phase"), covering(MODES, PHASES, together=1))
+def test_forwards_that_split_kv_give_dense_attention(modes: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_plan, "SMALLEST_CHUNK", 4)
+    monkeypatch.setattr(flashinfer_planner, "SMALLEST_CHUNK", 4)
+    world = World(LAYERS)
+    backend = flashinfer(world, STATIC, modes).backend
+    for _ in range(2):
+        assert attend(backend, PHASES[phase](world)) < TOLERANCE
+
+
+@pytest.mark.parametrize("bound", [-9, 0, 4, 9])
+def test_a_plan_for_other_lengths_gives_wrong_results(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an upper bound of the lengths nor a lower one is safe, and the emulation shows it."""
+    monkeypatch.setattr(prefill_plan, "SMALLEST_CHUNK", 4)
+
+    def planted(kv_indptr: Tensor, plan: prefill_plan.PrefillPlan) -> None:
+        prefill_plan.plan_prefill(kv_indptr + bound * torch.arange(len(kv_indptr), dtype=torch.int32), plan)
+        plan.kv_indptr.copy_(kv_indptr)
+
+    monkeypatch.setattr(wrappers, "plan_prefill", planted)
+    world = World(FULL)
+    case = verify(world, [3, 1], [12, 9])
+    case.arrive()
+    queries = case.queries()
+    found = case.run(flashinfer(world, STATIC).backend.plan(case.layout).bind(case.batch), queries)
+    differs = (found.double() - case.expected(queries)).abs().nan_to_num(1.0)
+    assert bool((differs < TOLERANCE).all()) == (bound == 0)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("modes", MODES)
+def test_where_tiles_fill_the_device_no_kv_is_split(modes: str, pair: str) -> None:
+    world = World(LAYERS)
+    built = flashinfer(world, STATIC, modes, sms=1, keep_calls=True)
+    first, second = PAIRS[pair](world)
+    captured = built.backend.plan(first.layout)
+    plans = [call for call in built.emulation.log.calls if call.method == "plan"]
+    assert [call.kwargs.get("disable_split_kv", False) for call in plans] == [False, True] * len(built.backend.specs)
+    first.arrive()
+    assert error(first.run(captured.bind(first.batch), queries := first.queries()), first.expected(queries)) < TOLERANCE
+    built.backend.plan(second.layout)
+    second.arrive()
+    replay_with(first.batch, second.batch)
+    queries = second.queries()
+    assert error(second.run(captured.bind(first.batch), queries), second.expected(queries)) < TOLERANCE
+    assert built.emulation.log.plans == len(plans)
 
 
 def test_graph_keys_tell_forwards_apart() -> None:
@@ -215,14 +275,25 @@ def test_steps_of_a_drafted_chain_are_planned_together_too(limits: AttentionLimi
         assert error(case.run(plan.bind(case.batch), queries), case.expected(queries)) < TOLERANCE
 
 
-def test_two_forwards_of_one_key_cannot_be_planned_at_once() -> None:
-    world = World(LAYERS)
+def test_two_forwards_of_one_key_cannot_be_planned_at_once_by_the_host() -> None:
+    world = World(LAYERS, heads=2)  # without tensor cores FlashInfer's decode has a planner of its own
     backend = flashinfer(world, STATIC).backend
     case = causal(world, [4, 1], [1, 1], [20, 6])
     early = backend.plan(case.layout)
     backend.plan(case.layout)
     with pytest.raises(RuntimeError, match="planned again before this one"):
         early.bind(case.batch)
+
+
+def test_two_forwards_of_one_key_can_be_planned_at_once_if_the_device_plans() -> None:
+    world = World(LAYERS)
+    backend = flashinfer(world, STATIC).backend
+    cases = [causal(world, [4, 1], [1, 1], lengths) for lengths in ([20, 6], [9, 40])]
+    plans = [backend.plan(case.layout) for case in cases]
+    for case, plan in zip(cases, plans, strict=True):
+        case.arrive()
+        queries = case.queries()
+        assert error(case.run(plan.bind(case.batch), queries), case.expected(queries)) < TOLERANCE
 
 
 def test_a_forward_cannot_run_after_another_was_bound() -> None:
@@ -248,7 +319,7 @@ def test_borrowed_wrappers_come_back() -> None:
         made.add(built.emulation.log.made)
     assert len(made) == 1
     distinct = len(set(LAYERS))
-    assert built.emulation.log.plans == 6 * 2 * distinct
+    assert built.emulation.log.plans == (6 + 1) * distinct, "masked forwards are planned on the device"
     assert built.emulation.log.runs == 6 * 2 * len(LAYERS)
 
 

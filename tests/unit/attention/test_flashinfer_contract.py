@@ -206,7 +206,8 @@ def test_the_real_wrappers_replay_their_first_forward_over_new_lengths(real: Any
     buffers = [args[1].data_ptr() for args in kernels.plans]  # int workspaces, whose addresses a graph holds
     again = backend.plan(second.layout)
     assert again.graph_key == captured.graph_key
-    assert [args[1].data_ptr() for args in kernels.plans[len(buffers) :]] == buffers
+    planned = [args[1].data_ptr() for args in kernels.plans[len(buffers) :]]
+    assert planned == (buffers if modes == "mla" else [])
     second.arrive()
     replay_with(first.batch, second.batch)
     queries = second.queries()

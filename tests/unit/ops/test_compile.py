@@ -76,6 +76,12 @@ KERNELS = [
         "i32* i64* i64* u8* i32* i32* i32 i32 i32",
         {"WINDOW_BLOCK": 32, "SPLITS": 8, "BLOCK": 512},
     ),
+    Kernel(
+        "prefill_plan",
+        "_plan_kernel",
+        f"i32* i32* i32* i32* i32* i32* u8* i32* i32* i32*{6 * ' i32'}",
+        {"SMALLEST": 128, "REQUESTS": 64, "BLOCK": 128},
+    ),
     Kernel("kv_move", "_move_kernel", "i64* i64* i64* i64* i32* i32 i32 i32 i32", {"BLOCK": 256}),
     Kernel("tree.attention", "_sinks_kernel", "bf16* fp32* fp32* i32 i32 i32 i32 i32", {"SIZE": 64}),
     Kernel(

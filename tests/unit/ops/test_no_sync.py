@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.kv_move import keep_accepted
+from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
@@ -34,6 +35,9 @@ def test_no_twin_reads_a_value() -> None:
     indptr = valueless(bs + 1, dtype=torch.int32)
     assert build_kv_indices(table, lens, lens, indices).shape == (bs + 1,)
     assert window_slots(table, lens, lens, 4).shape == (bs, 4)
+    info = [8, bs * size, 224, 16, 0, 32, 64, 256, 96, 112, 0, 0, 400, 1, 1]
+    workspace = valueless(512, dtype=torch.uint8)
+    plan_prefill(indptr, PrefillPlan.of(workspace, info, (indptr, indptr[1:]), size, topk, -1, 400))
     ancestor_mask = valueless(bs, topk, 4, dtype=torch.bool)
     assert build_draft_decode_kv_indices(table, lens, lens, ancestor_mask, 2, indices).shape == (bs * topk + 1,)
     keep_accepted(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), lens, lens, table)
