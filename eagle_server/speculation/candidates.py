@@ -14,7 +14,6 @@ def organize_draft_results(verified_id: Tensor, seq_lens: Tensor, pool: Candidat
 
     verified_id, seq_lens: int64 [bs], the roots and their positions.
     """
-    size = pool.topk + pool.later.tokens.shape[1]
-    found = select_nodes(verified_id, seq_lens, pool, min(nodes - 1, size))
+    found = select_nodes(verified_id, seq_lens, pool, min(nodes - 1, pool.size))
     tree = (found.tokens, found.parents, found.depths, found.mask, found.positions)
     return Tree(*tree, pool.steps + 1, pool.topk, found.scores, found.guesses)

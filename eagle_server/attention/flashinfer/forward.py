@@ -123,7 +123,7 @@ class FlashInferBackend(ABC):
             if shared is None:
                 shared = self._static[key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
             wrappers = shared.wrappers
-        pending = [both for both in zip(modes, wrappers, strict=True) if not both[1].is_planned]
+        pending = [(mode, wrapper) for mode, wrapper in zip(modes, wrappers, strict=True) if not wrapper.is_planned]
         inputs = _plan_inputs(scratch, layout, [mode for mode, _ in pending])
         for (_, wrapper), (lengths, slots) in zip(pending, inputs, strict=True):
             wrapper.plan(lengths, slots)

@@ -86,18 +86,18 @@ class Heads:
 
 
 class PagedWrapper:
-    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans.
-
-    is_planned: the host need not plan the next forward.
-    """
-
-    is_planned = False
+    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans."""
 
     def __init__(self, wrapper: Any, workspace: Workspace, arguments: dict[str, Any], *, static: bool) -> None:
         self._wrapper, self._workspace, self._arguments, self._static = wrapper, workspace, arguments, static
         self._ints: Tensor | None = None  # our int workspace; None: still the wrapper's own
         self._float = workspace.buffer
         self.fence = Fence(workspace.device)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the host need not plan the next forward."""
+        return False
 
     def plan(self, lengths: Lengths, indices: Tensor) -> None:
         """Plan one forward. `bind` will write its slots to `indices`, int32."""
@@ -166,7 +166,8 @@ class StaticWrapper(PagedWrapper):
         self._plan: PrefillPlan | None = None
 
     @property
-    def is_planned(self) -> bool:  # type: ignore[override]
+    def is_planned(self) -> bool:
+        """See `PagedWrapper.is_planned`."""
         return self._plan is not None and self._float is self._workspace.buffer
 
     def plan(self, lengths: Lengths, indices: Tensor) -> None:

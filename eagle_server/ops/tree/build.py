@@ -34,7 +34,7 @@ def select_nodes(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, cou
     A child must not score above its parent. Then the best are closed under ancestors, and parents come before children.
     verified_id, seq_lens: int64 [bs], the roots and their positions.
     """
-    if on_gpu(verified_id) and count > 0 and _size(pool) <= _POOL:
+    if on_gpu(verified_id) and count > 0 and pool.size <= _POOL:
         return _launch_select(verified_id, seq_lens, pool, count)
     topk = pool.topk
     parts = zip(pool.first, pool.later, strict=True)
@@ -47,11 +47,6 @@ def select_nodes(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, cou
     tokens = torch.cat([verified_id[:, None], best.tokens], dim=1)
     assert best.guesses is not None
     return SelectedNodes(tokens, parents, depths, seq_lens[:, None] + depths, mask, best.scores, best.guesses)
-
-
-def _size(pool: CandidatePool) -> int:
-    """The candidates of a request."""
-    return pool.topk + pool.later.tokens.shape[1]
 
 
 def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +149,7 @@ def _launch_select(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, c
         *(part.contiguous() for part in (*pool.first, *pool.later, pool.chosen, verified_id, seq_lens)),
         *(*nodes[:4], nodes.mask.view(torch.uint8), nodes.scores, nodes.guesses),
         *(pool.later.tokens.shape[1], pool.chosen.shape[1], count, pool.topk, pool.steps + 1),
-        SIZE=power_of_two(_size(pool)),
+        SIZE=power_of_two(pool.size),
         ROWS=_ROWS,
         NODES=power_of_two(size),
     )

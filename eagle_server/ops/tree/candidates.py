@@ -54,6 +54,11 @@ class CandidatePool(NamedTuple):
         return self.first.tokens.shape[1]
 
     @property
+    def size(self) -> int:
+        """The candidates of a request."""
+        return self.topk + self.later.tokens.shape[1]
+
+    @property
     def steps(self) -> int:
         """After the first level."""
         return self.later.tokens.shape[1] // self.topk**2
