@@ -41,7 +41,12 @@ struct Cache {
 };
 
 constexpr int LARGEST_HEAD = 512;
-constexpr int COLUMNS = 8;  // columns whose scores are computed at once
+// A score is the sum of CLASSES sums: number d of a key is of class d % CLASSES. A vector has the sums of a group of QUARTER lanes.
+constexpr int CLASSES = 4, QUARTER = LANES / CLASSES;
+// Columns whose scores are computed at once, for 1 to 4 groups of lanes: their sums fill the registers.
+constexpr int COLUMNS[] = {8, LANES == 16 ? 8 : 4, LANES == 16 ? 8 : 3, LANES == 16 ? 6 : 2}, MOST_COLUMNS = 8;
+constexpr int FETCHED = 8;  // values are fetched so many columns ahead
+constexpr int COLUMN_BLOCK = 32;   // columns whose values are mixed for all lanes, while they are in the nearest cache
 
 static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place, int n) {
     return cache.is_bf16 ? load_some_bf16((const uint16_t*)pool + place, n) : load_some((const float*)pool + place, n);
@@ -52,136 +57,210 @@ static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place
 static inline int vector_with(int d, int dim) { return std::max(0, std::min(d, dim - LANES)); }
 
 // The slots of a request may lie anywhere, which defeats the hardware's prefetcher.
-static inline void fetch(const Cache& cache, const void* pool, int64_t place) {
+static inline void fetch(const Cache& cache, const void* pool, int64_t place, int numbers) {
     const char* from = (const char*)pool + place * (cache.is_bf16 ? 2 : 4);
-    for (int line = 0; line < cache.head_dim * (cache.is_bf16 ? 2 : 4); line += 64) __builtin_prefetch(from + line);
+    for (int line = 0; line < numbers * (cache.is_bf16 ? 2 : 4); line += 64) __builtin_prefetch(from + line);
 }
 
 // What the lanes of a block see. A lane is one query head of one row.
 struct Lanes {
-    int count, full_from, full_to, end;  // columns [full_from, full_to) are seen by all lanes, none from `end` on
-    int begin;
+    int count, full_from, full_to, begin, end;  // columns [full_from, full_to) are seen by all lanes, none outside [begin, end)
+    int prefix;                                 // columns before the mask's, or before the rows' own
+    bool masked;
+    const int64_t* column_depths;               // [columns from `prefix` on], if masked
+    const uint8_t* visible[LANES];              // [columns from `prefix` on], if masked
     int row[LANES], head[LANES], position[LANES], first[LANES], last[LANES];  // last: exclusive, in the prefix
-};
 
-static bool sees(const Batch& batch, const Cache& cache, const Lanes& lanes, int lane, int request, int prefix, int column) {
-    if (!batch.is_masked(request) || column < prefix) return column >= lanes.first[lane] && column < lanes.last[lane];
-    int64_t place = (int64_t)request * batch.mask_rows + lanes.row[lane];
-    int64_t offset = column - prefix;
-    if (!batch.visible[place * batch.mask_columns + offset]) return false;
-    int64_t depth = batch.column_depths[(int64_t)request * batch.mask_columns + offset];
-    return !cache.window || prefix + depth > lanes.position[lane] - cache.window;
-}
-
-// One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` holds [columns][LANES] floats.
-static void attend(
-    const Batch& batch, const Cache& cache, int request, int kv_head, int block, const float* q, float* out, float* scores) {
-    const int dim = cache.head_dim, filled = std::min(LANES, dim), shared = cache.heads / cache.kv_heads;
-    const int q0 = batch.qo_indptr[request], q_len = batch.qo_indptr[request + 1] - q0;
-    const int32_t* slots = batch.slots(request);
-    const int kv_len = (int)batch.kv_lens[request];
-    const bool masked = batch.is_masked(request);
-    const int prefix = masked ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
-
-    Lanes lanes;
-    lanes.count = std::min(LANES, q_len * shared - block * LANES);
-    lanes.begin = lanes.full_to = kv_len;
-    lanes.full_from = lanes.end = 0;
-    for (int lane = 0; lane < lanes.count; lane++) {
-        int row = (block * LANES + lane) / shared;
-        int depth = masked ? (int)batch.row_depths[(int64_t)request * batch.mask_rows + row] : row;
-        lanes.row[lane] = row;
-        lanes.head[lane] = kv_head * shared + (block * LANES + lane) % shared;
-        lanes.position[lane] = prefix + depth;
-        lanes.first[lane] = cache.window ? std::max(0, prefix + depth - cache.window + 1) : 0;
-        lanes.last[lane] = masked ? prefix : prefix + row + 1;
-        lanes.begin = std::min(lanes.begin, lanes.first[lane]);
-        lanes.full_from = std::max(lanes.full_from, lanes.first[lane]);
-        lanes.full_to = std::min(lanes.full_to, lanes.last[lane]);
-        lanes.end = std::max(lanes.end, masked ? kv_len : lanes.last[lane]);
+    Lanes(const Batch& batch, const Cache& cache, int request, int kv_head, int block) {
+        const int shared = cache.heads / cache.kv_heads, q_len = batch.qo_indptr[request + 1] - batch.qo_indptr[request];
+        const int kv_len = (int)batch.kv_lens[request];
+        masked = batch.is_masked(request);
+        column_depths = masked ? batch.column_depths + (int64_t)request * batch.mask_columns : nullptr;
+        prefix = masked ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
+        count = std::min(LANES, q_len * shared - block * LANES);
+        begin = full_to = kv_len;
+        full_from = end = 0;
+        for (int lane = 0; lane < count; lane++) {
+            row[lane] = (block * LANES + lane) / shared;
+            head[lane] = kv_head * shared + (block * LANES + lane) % shared;
+            position[lane] = prefix + (masked ? (int)batch.row_depths[(int64_t)request * batch.mask_rows + row[lane]] : row[lane]);
+            first[lane] = cache.window ? std::max(0, position[lane] - cache.window + 1) : 0;
+            last[lane] = masked ? prefix : prefix + row[lane] + 1;
+            begin = std::min(begin, first[lane]);
+            full_from = std::max(full_from, first[lane]);
+            full_to = std::min(full_to, last[lane]);
+            end = std::max(end, masked ? kv_len : last[lane]);
+            if (masked) visible[lane] = batch.visible + ((int64_t)request * batch.mask_rows + row[lane]) * batch.mask_columns;
+        }
     }
 
-    alignas(64) float queries[LARGEST_HEAD][LANES];  // transposed
-    if (lanes.count < LANES) memset(queries, 0, sizeof(float) * LANES * dim);
+    bool sees(int lane, int column) const {
+        if (column >= end) return false;
+        if (!masked || column < prefix) return column >= first[lane] && column < last[lane];
+        int offset = column - prefix;
+        return visible[lane][offset] && prefix + column_depths[offset] >= first[lane];
+    }
+};
+
+// Where the scores of a block of lanes stand. A vector has those of PER columns, [QUARTER lanes][PER columns][groups], so that
+// few lanes fill it too.
+template <int groups>
+struct Scores {
+    static constexpr int PER = groups > 2 ? 1 : CLASSES / groups;
+    static constexpr int AT_ONCE = COLUMNS[groups - 1];
+
+    static int64_t column(int c) { return (int64_t)(c / PER) * LANES + c % PER * groups; }
+    static int lane(int lane) { return lane % QUARTER * CLASSES + lane / QUARTER; }
+};
+
+// One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` has room for [longest_kv + MOST_COLUMNS][LANES] floats.
+template <int groups>
+static void attend(
+    const Batch& batch, const Cache& cache, const Lanes& lanes, int request, int kv_head, const float* q, float* out, float* scores) {
+    using At = Scores<groups>;
+    constexpr int PER = At::PER;
+    const int dim = cache.head_dim, filled = std::min(LANES, dim), q0 = batch.qo_indptr[request];
+    const int32_t* slots = batch.slots(request);
+
+    alignas(64) float queries[LARGEST_HEAD / CLASSES][groups][LANES];  // [..][..][QUARTER lanes][CLASSES]
+    if (lanes.count < groups * QUARTER || dim % CLASSES) memset(queries, 0, sizeof(queries[0]) * ((dim + CLASSES - 1) / CLASSES));
     for (int lane = 0; lane < lanes.count; lane++) {
         const float* from = q + ((int64_t)(q0 + lanes.row[lane]) * cache.heads + lanes.head[lane]) * dim;
-        for (int d = 0; d < dim; d++) queries[d][lane] = cache.scale * from[d];
+        float* to = &queries[0][lane / QUARTER][lane % QUARTER * CLASSES];
+        for (int d = 0; d < dim; d += CLASSES, to += groups * LANES)
+            for (int i = 0; i < std::min(CLASSES, dim - d); i++) to[i] = cache.scale * from[d + i];
     }
 
     const int64_t slot_size = (int64_t)cache.kv_heads * dim, offset = (int64_t)kv_head * dim;
-    alignas(64) float sinks[LANES] = {};
-    for (int lane = 0; cache.sinks && lane < lanes.count; lane++) sinks[lane] = cache.sinks[lanes.head[lane]];
-    Vector most = cache.sinks ? load(sinks) : all(-INFINITY);
-    alignas(64) float keys[COLUMNS][LARGEST_HEAD];
-    for (int c = lanes.begin; c < lanes.end; c += COLUMNS) {
-        int count = std::min(COLUMNS, lanes.end - c);
-        const float* key[COLUMNS];
-        for (int i = 0; i < COLUMNS; i++) {
-            int64_t place = slots[c + std::min(i, count - 1)] * slot_size + offset;
+    const bool copied = cache.is_bf16 || dim % CLASSES;
+    const int start = lanes.begin / PER * PER;
+    Vector most = all(-INFINITY);
+    alignas(64) float keys[At::AT_ONCE][LARGEST_HEAD];
+    for (int c = start; c < lanes.end; c += At::AT_ONCE) {
+        const float* key[At::AT_ONCE];
+        for (int i = 0; i < At::AT_ONCE; i++) {
+            int64_t place = slots[std::max(lanes.begin, std::min(c + i, lanes.end - 1))] * slot_size + offset;
             key[i] = (const float*)cache.keys + place;
-            if (cache.is_bf16) {
+            if (copied) {
                 for (int d = 0; d < dim; d += LANES) {
                     int at = vector_with(d, dim);
                     store(keys[i] + at, load_kv(cache, cache.keys, place + at, filled));
                 }
+                for (int d = dim; d % CLASSES; d++) keys[i][d] = 0;
                 key[i] = keys[i];
             }
         }
-        for (int i = c + COLUMNS; i < std::min(c + 2 * COLUMNS, lanes.end); i++) fetch(cache, cache.keys, slots[i] * slot_size + offset);
-        Vector sums[COLUMNS] = {};
-        for (int d = 0; d < dim; d++) {
-            Vector query = load(queries[d]);
-            for (int i = 0; i < COLUMNS; i++) sums[i] = fma(all(key[i][d]), query, sums[i]);
+        for (int i = c + At::AT_ONCE; i < std::min(c + 2 * At::AT_ONCE, lanes.end); i++) fetch(cache, cache.keys, slots[i] * slot_size + offset, dim);
+        Vector sums[At::AT_ONCE][groups] = {};
+        for (int d = 0; d < dim; d += CLASSES) {
+            Vector query[groups];
+            for (int g = 0; g < groups; g++) query[g] = load(queries[d / CLASSES][g]);
+            for (int i = 0; i < At::AT_ONCE; i++) {
+                Vector quads = repeated(key[i] + d);
+                for (int g = 0; g < groups; g++) sums[i][g] = fma(quads, query[g], sums[i][g]);
+            }
         }
-        for (int i = 0; i < count; i++) {
-            Vector score = sums[i];
+        Vector found[At::AT_ONCE / PER];
+#pragma GCC unroll 8
+        for (int v = 0; v < At::AT_ONCE / PER; v++) {
+            Vector parts[CLASSES] = {};
+#pragma GCC unroll 4
+            for (int n = 0; n < PER * groups; n++) parts[n] = sums[v * PER + n / groups][n % groups];
+            found[v] = sum_fours(parts[0], parts[1], parts[2], parts[3]);
+        }
+        for (int i = 0; i < At::AT_ONCE && c + i < lanes.end; i += PER) {
+            Vector score = found[i / PER];
             if (cache.softcap > 0)
                 score = cache.softcap * (1.0f - 2.0f / (1.0f + exponential(score * (2.0f / cache.softcap))));
-            if (c + i < lanes.full_from || c + i >= lanes.full_to) {
-                float each[LANES];
+            if (c + i < lanes.full_from || c + i + PER > lanes.full_to) {
+                alignas(64) float each[LANES];
                 store(each, score);
-                for (int lane = 0; lane < lanes.count; lane++)
-                    if (!sees(batch, cache, lanes, lane, request, prefix, c + i)) each[lane] = -INFINITY;
+                for (int n = 0; n < PER; n++)
+                    for (int lane = 0; lane < lanes.count; lane++)
+                        if (!lanes.sees(lane, c + i + n)) each[At::lane(lane) + n * groups] = -INFINITY;
                 score = load(each);
             }
-            store(scores + (int64_t)(c + i) * LANES, score);
+            store(scores + At::column(c + i), score);
             most = max(most, score);
         }
     }
-    Vector total = cache.sinks ? exponential(load(sinks) - most) : Vector{};
-    for (int c = lanes.begin; c < lanes.end; c++) {
-        Vector chance = exponential(load(scores + (int64_t)c * LANES) - most);
-        store(scores + (int64_t)c * LANES, chance);
-        total = total + chance;
+
+    alignas(64) float largest[LANES], sinks[LANES] = {};
+    store(largest, most);
+    for (int lane = 0; lane < lanes.count; lane++) {
+        float* own = largest + At::lane(lane);
+        if (cache.sinks) sinks[lane] = cache.sinks[lanes.head[lane]];
+        for (int n = 1; n < PER; n++) own[0] = std::max(own[0], own[n * groups]);
+        if (cache.sinks) own[0] = std::max(own[0], sinks[lane]);
+        for (int n = 1; n < PER; n++) own[n * groups] = own[0];
     }
-    float totals[LANES];
-    store(totals, total);
-    auto mix = [&]<int wide>(int lane, int d) {  // AT_ONCE lanes, `wide` vectors of the values
-        constexpr int AT_ONCE = 4;
-        Vector sums[AT_ONCE][wide] = {};
-        for (int c = lanes.begin; c < lanes.end; c++) {
-            int64_t place = slots[c] * slot_size + offset + d;
-            const float* chances = scores + (int64_t)c * LANES + lane;
-            if (c + COLUMNS < lanes.end) fetch(cache, cache.values, slots[c + COLUMNS] * slot_size + offset + d);
-            Vector value[wide];
-            for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES, wide > 1 ? LANES : filled);
-            bool hidden = c < lanes.full_from || c >= lanes.full_to;
-            for (int l = 0; l < AT_ONCE; l++) {
-                if (hidden && chances[l] == 0) continue;  // the value may be NaN
-                for (int i = 0; i < wide; i++) sums[l][i] = fma(all(chances[l]), value[i], sums[l][i]);
-            }
-        }
-        for (int l = lane; l < std::min(lane + AT_ONCE, lanes.count); l++) {
-            float* to = out + ((int64_t)(q0 + lanes.row[l]) * cache.heads + lanes.head[l]) * dim + d;
-            for (int i = 0; i < wide; i++) store_some(to + i * LANES, sums[l - lane][i] / totals[l], wide > 1 ? LANES : filled);
-        }
-        return lane + AT_ONCE;
+    most = load(largest);
+    // Sums of chances by the position of their token modulo CLASSES, which is the same in a tree and in plain decoding.
+    const int ordered = lanes.masked ? lanes.prefix / PER * PER : lanes.end;
+    Vector sums[CLASSES / PER] = {};
+    for (int c = start; c < lanes.end; c += PER) {
+        Vector chance = exponential(load(scores + At::column(c)) - most);
+        store(scores + At::column(c), chance);
+        if (c < ordered) sums[c % CLASSES / PER] += chance;
+    }
+    alignas(64) float totals[CLASSES / PER][LANES];
+    for (int k = 0; k < CLASSES / PER; k++) store(totals[k], sums[k]);
+    auto total = [&](int lane, int position) -> float& {
+        return totals[position % CLASSES / PER][At::lane(lane) + position % PER * groups];
     };
-    for (int d = 0; d < dim;) {
-        int wide = dim - d >= WIDE * LANES ? WIDE : 1;
-        for (int lane = 0; lane < lanes.count;)
-            lane = wide == WIDE ? mix.template operator()<WIDE>(lane, d) : mix.template operator()<1>(lane, vector_with(d, dim));
-        d += wide * LANES;
+    for (int c = std::max(start, ordered); c < lanes.end; c++) {
+        int position = c < lanes.prefix ? c : lanes.prefix + lanes.column_depths[c - lanes.prefix];
+        if constexpr (PER == 1) {
+            store(totals[position % CLASSES], load(totals[position % CLASSES]) + load(scores + At::column(c)));
+        } else {
+            for (int lane = 0; lane < lanes.count; lane++) total(lane, position) += scores[At::column(c) + At::lane(lane)];
+        }
+    }
+    float divisor[LANES];
+    for (int lane = 0; lane < lanes.count; lane++) {
+        float sink = cache.sinks ? std::exp(sinks[lane] - largest[At::lane(lane)]) : 0;
+        divisor[lane] = (total(lane, 0) + total(lane, 2)) + (total(lane, 1) + total(lane, 3)) + sink;
+    }
+
+    // The values are mixed by blocks of columns, whose values stay in the nearest cache for all lanes.
+    alignas(64) float mixed[LANES][LARGEST_HEAD];
+    memset(mixed, 0, sizeof(mixed[0]) * lanes.count);
+    for (int c = lanes.begin; c < lanes.end; c += COLUMN_BLOCK) {
+        const int end = std::min(c + COLUMN_BLOCK, lanes.end);
+        auto mix = [&]<int count, int wide>(int lane, int d) {  // `count` lanes, `wide` vectors of the values
+            Vector sums[count][wide];
+            for (int l = 0; l < count; l++)
+                for (int i = 0; i < wide; i++) sums[l][i] = load_some(mixed[lane + l] + d + i * LANES, wide > 1 ? LANES : std::min(LANES, dim - d));
+            for (int from = c; from < end; from++) {
+                int64_t place = slots[from] * slot_size + offset + d;
+                const float* chances = scores + At::column(from) + lane / QUARTER;
+                if (lane == 0 && from + FETCHED < lanes.end)
+                    fetch(cache, cache.values, slots[from + FETCHED] * slot_size + offset + d, wide * LANES);
+                Vector value[wide];
+                for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES, wide > 1 ? LANES : std::min(LANES, dim - d));
+                bool hidden = from < lanes.full_from || from >= lanes.full_to;
+                for (int l = 0; l < count; l++) {
+                    float chance = chances[At::lane(l)];
+                    if (hidden && chance == 0) continue;  // the value may be NaN
+                    for (int i = 0; i < wide; i++) sums[l][i] = fma(all(chance), value[i], sums[l][i]);
+                }
+            }
+            for (int l = 0; l < count; l++)
+                for (int i = 0; i < wide; i++) store_some(mixed[lane + l] + d + i * LANES, sums[l][i], wide > 1 ? LANES : std::min(LANES, dim - d));
+        };
+        for (int d = 0; d < dim;) {
+            const int wide = dim - d >= WIDE * LANES ? WIDE : 1;
+            for (int lane = 0; lane < lanes.count; lane += 4) {
+                bool few = lanes.count - lane <= 2;
+                if (wide == WIDE) few ? mix.template operator()<2, WIDE>(lane, d) : mix.template operator()<4, WIDE>(lane, d);
+                else few ? mix.template operator()<2, 1>(lane, d) : mix.template operator()<4, 1>(lane, d);
+            }
+            d += wide * LANES;
+        }
+    }
+    for (int lane = 0; lane < lanes.count; lane++) {
+        float* to = out + ((int64_t)(q0 + lanes.row[lane]) * cache.heads + lanes.head[lane]) * dim;
+        for (int d = 0; d < dim; d++) to[d] = mixed[lane][d] / divisor[lane];
     }
 }
 
@@ -193,17 +272,17 @@ static int longest_kv(const Batch& batch) {
 
 // About how long one thread takes.
 static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
-    double blocks = 0;
+    double groups = 0;
     for (int i = 0; i < batch.requests; i++) {
         int lanes = (batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * (cache.heads / cache.kv_heads);
-        blocks += (double)((lanes + LANES - 1) / LANES) * (batch.kv_lens[i] + 8);
+        groups += (double)((lanes + QUARTER - 1) / QUARTER) * (batch.kv_lens[i] + 8);
     }
-    return blocks * cache.kv_heads * cache.head_dim * 0.4;
+    return groups * cache.kv_heads * cache.head_dim * 0.2;
 }
 
-// Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv][LANES] floats.
-template <class Scores>
-static void attend_all(Team& team, const Batch& batch, const Cache& cache, const float* q, float* out, const Scores& scores) {
+// Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv + MOST_COLUMNS][LANES] floats.
+template <class Room>
+static void attend_all(Team& team, const Batch& batch, const Cache& cache, const float* q, float* out, const Room& scores) {
     const int shared = cache.heads / cache.kv_heads;
     int most = 0;  // blocks of a request
     for (int i = 0; i < batch.requests; i++)
@@ -211,7 +290,15 @@ static void attend_all(Team& team, const Batch& batch, const Cache& cache, const
     team.run(batch.requests * cache.kv_heads * most, attention_nanoseconds(batch, cache), [&](int tile, int thread) {
         int request = tile / (cache.kv_heads * most), kv_head = tile / most % cache.kv_heads, block = tile % most;
         int rows = batch.qo_indptr[request + 1] - batch.qo_indptr[request];
-        if (block * LANES < rows * shared) attend(batch, cache, request, kv_head, block, q, out, scores(thread));
+        if (block * LANES >= rows * shared) return;
+        const Lanes lanes(batch, cache, request, kv_head, block);
+        auto run = [&]<int groups>() { attend<groups>(batch, cache, lanes, request, kv_head, q, out, scores(thread)); };
+        switch ((lanes.count + QUARTER - 1) / QUARTER) {
+            case 1: return run.template operator()<1>();
+            case 2: return run.template operator()<2>();
+            case 3: return run.template operator()<3>();
+            default: return run.template operator()<4>();
+        }
     });
 }
 

@@ -18,7 +18,7 @@ struct Session {
     }
 
     void attend(const Batch& batch, const Cache& cache, const float* query, float* out) {
-        int64_t size = (int64_t)longest_kv(batch) * LANES;
+        int64_t size = (longest_kv(batch) + (int64_t)MOST_COLUMNS) * LANES;
         attend_all(team, batch, cache, query, out, [&](int thread) { return room(scores[thread], size); });
     }
 

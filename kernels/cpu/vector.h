@@ -47,6 +47,32 @@ static inline void store_some(float* to, Vector x, int n) {
     else memcpy(to, &x, 4 * n);
 }
 
+// Four numbers, again and again.
+static inline Vector repeated(const float* from) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(from));
+#elif defined(__AVX2__)
+    return (Vector)_mm256_broadcast_ps((const __m128*)from);
+#else
+    return load(from);
+#endif
+}
+
+// Each four numbers of a vector are added as (0 + 2) + (1 + 3). Number 4 i + k of the result is the sum of four i of vector k.
+static inline Vector sum_fours(Vector a, Vector b, Vector c, Vector d) {
+#if defined(__AVX512F__)
+    __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+    __m512 cd = _mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d);
+    return (Vector)(_mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee));
+#elif defined(__AVX2__)
+    __m256 ab = _mm256_unpacklo_ps((__m256)a, (__m256)b) + _mm256_unpackhi_ps((__m256)a, (__m256)b);
+    __m256 cd = _mm256_unpacklo_ps((__m256)c, (__m256)d) + _mm256_unpackhi_ps((__m256)c, (__m256)d);
+    return (Vector)(_mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xee));
+#else
+    return Vector{(a[0] + a[2]) + (a[1] + a[3]), (b[0] + b[2]) + (b[1] + b[3]), (c[0] + c[2]) + (c[1] + c[3]), (d[0] + d[2]) + (d[1] + d[3])};
+#endif
+}
+
 // a * b + c, rounded once where the machine can. The compiler contracts nothing itself (-ffp-contract=off), so every use
 // of it in this directory rounds alike.
 static inline Vector fma(Vector a, Vector b, Vector c) {
