@@ -245,13 +245,16 @@ def test_one_call_computes_what_the_layers_of_torch_compute(flags: str, name: st
     torch.testing.assert_close(mine.groups[0], theirs.groups[0], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("dim", [16, 18, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (4, 2, 18), (4, 2, 100), (7, 1, 16), (3, 3, 34)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("kernels", "threads")
-def test_a_row_has_the_same_result_bit_for_bit_alone_in_a_batch_and_in_a_tree(dtype: torch.dtype, dim: int) -> None:
-    model = decoder(dtype, head_dim=dim, qk_norm=True, windows=(9, 0, 30), sinks="all")
+def test_a_row_has_the_same_result_bit_for_bit_alone_in_a_batch_and_in_a_tree(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+    model = decoder(dtype, qk_norm=True, windows=(9, 0, 30), sinks="all", **sizes)
     pack_linears(model)
-    text, prompt = torch.arange(60) % 50, 50
+    text = torch.arange(60) % 50
     table = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(4)).int()[:90].view(1, 90) + 1
 
     def forward(tokens: Tensor, start: int, mask: Causal | TreeMask, pool: KVPool, positions: Tensor) -> Tensor:
@@ -261,20 +264,21 @@ def test_a_row_has_the_same_result_bit_for_bit_alone_in_a_batch_and_in_a_tree(dt
         batch = AttentionBatch(torch.tensor([0]), torch.tensor([start + count]), table, slots, mask, layout)
         return model(tokens, positions, NativeAttention.of(pool).bind(batch)).hidden
 
-    alone, chunked, treed = (pool_of(2, dim, dtype, layers=3) for _ in range(3))
+    alone = pool_of(kv_heads, dim, dtype, layers=3)
     one_by_one = [forward(text[i : i + 1], i, Causal(), alone, torch.tensor([i])) for i in range(60)]
-    at_once = forward(text[:prompt], 0, Causal(), chunked, torch.arange(prompt))
-    assert torch.equal(torch.cat(one_by_one[:prompt]), at_once)
-    forward(text[:prompt], 0, Causal(), treed, torch.arange(prompt))
     # Nodes 0, 2, 4 are the text; the odd ones are others' children, and stand between them.
     mask = torch.eye(6, dtype=torch.bool)
     for node, parent in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 4)):
         mask[node] |= mask[parent]
     depths = torch.tensor([[0, 1, 1, 2, 2, 3]])
-    tokens = torch.tensor([text[prompt], 7, text[prompt + 1], 8, text[prompt + 2], 9])
-    tree = forward(tokens, prompt, TreeMask(mask[None], depths, depths), treed, prompt + depths[0])
-    for node, place in ((0, prompt), (2, prompt + 1), (4, prompt + 2)):
-        assert torch.equal(tree[node], one_by_one[place][0])
+    for prompt in (1, 47, 48, 49, 50):
+        pool = pool_of(kv_heads, dim, dtype, layers=3)
+        at_once = forward(text[:prompt], 0, Causal(), pool, torch.arange(prompt))
+        assert torch.equal(torch.cat(one_by_one[:prompt]), at_once)
+        tokens = torch.tensor([text[prompt], 7, text[prompt + 1], 8, text[prompt + 2], 9])
+        tree = forward(tokens, prompt, TreeMask(mask[None], depths, depths), pool, prompt + depths[0])
+        for node, place in ((0, prompt), (2, prompt + 1), (4, prompt + 2)):
+            assert torch.equal(tree[node], one_by_one[place][0])
 
 
 @pytest.mark.parametrize("vocab", [7, 64, 1003])
