@@ -38,7 +38,7 @@ class Op(Generic[Given, Result]):
     def __init__(self, twin: Callable[Given, Result]) -> None:
         update_wrapper(self, twin)
         self.variants: dict[str, Callable[Given, Result]] = {"torch": twin}  # by kind
-        self._conditions: list[tuple[str, Callable[..., bool] | None]] = []
+        self.conditions: list[tuple[str, Callable[..., bool] | None]] = []  # of variants, preferred ones first
 
     def on(
         self, kind: str, when: Callable[..., bool] | None = None
@@ -55,15 +55,15 @@ class Op(Generic[Given, Result]):
 
         def register(variant: Callable[Given, Result]) -> Callable[Given, Result]:
             self.variants[kind] = variant
-            self._conditions.append((kind, when))
-            self._conditions.sort(key=lambda each: list(FITS).index(each[0]))
+            self.conditions.append((kind, when))
+            self.conditions.sort(key=lambda each: list(FITS).index(each[0]))
             return variant
 
         return register
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         first: Any = args[0]
-        for kind, when in self._conditions:
+        for kind, when in self.conditions:
             if FITS[kind](first) and (when is None or when(*args, **kwargs)):
                 return self.variants[kind](*args, **kwargs)
         return self.variants["torch"](*args, **kwargs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from eagle_server.ops import fused
+from tests.support.fused_kernels import fake_flashinfer
 from tests.support.kernels import take
 
 
@@ -12,3 +14,4 @@ def _computes_by_variant(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if "variant" in parameters:
         take(parameters["variant"], monkeypatch)
+        monkeypatch.setattr(fused, "_flashinfer", fake_flashinfer)

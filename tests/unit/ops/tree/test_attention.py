@@ -15,6 +15,7 @@ from eagle_server.cache.pool import LatentPool
 from eagle_server.ops.tree.attention import add_sinks, merge_states, tree_block_attention
 from eagle_server.ops.triton_support import HAS_TRITON
 from tests.support.covering import covering
+from tests.support.kernels import each_variant
 
 interpreted = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and its interpreter"
@@ -116,11 +117,12 @@ def test_the_twin_computes_in_float32(dtype):
 
 @interpreted
 @pytest.mark.parametrize(("shape", "prefix"), covering(((s,) for s in SHAPES), [True, False], together=1), ids=str)
-def test_the_kernel_equals_its_twin(shape, prefix):
+@each_variant(tree_block_attention)
+def test_every_variant_equals_the_twin(variant, shape, prefix):
     given = case(shape, torch.float32, prefix=prefix, seed=1)
     expected = given.run(tree_block_attention.variants["torch"])
     assert not expected.isnan().any()
-    torch.testing.assert_close(given.run(tree_block_attention.variants["triton"]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(given.run(tree_block_attention), expected, rtol=1e-5, atol=1e-5)
 
 
 @interpreted
@@ -220,10 +222,11 @@ def test_a_sink_is_one_more_key_without_a_value():
 
 @interpreted
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6]], ids=str)
-def test_the_kernel_of_sinks_equals_its_twin(shape):
+@each_variant(add_sinks)
+def test_every_variant_of_sinks_equals_the_twin(variant, shape):
     given = case(shape, torch.float32)
     assert given.prefix is not None
     sinks = 3 * torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
     expected = with_sinks(add_sinks.variants["torch"], *given.prefix, sinks)
     assert not expected[0].isnan().any()
-    torch.testing.assert_close(with_sinks(add_sinks.variants["triton"], *given.prefix, sinks), expected)
+    torch.testing.assert_close(with_sinks(add_sinks, *given.prefix, sinks), expected)
