@@ -8,6 +8,7 @@ arguments again.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from eagle_server.ops.dispatch import FITS, op
 
 _HALF = (torch.bfloat16, torch.float16)
 _ROPE_DIMS = (64, 128, 256, 512)  # head sizes that FlashInfer's rotary kernel supports
@@ -28,6 +31,13 @@ def use_flashinfer(*, enabled: bool) -> None:
     """Whether this process computes with FlashInfer's kernels: while its newest engine has the backend flashinfer."""
     global _uses_flashinfer
     _uses_flashinfer = enabled
+
+
+def _fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in _HALF and not torch.is_grad_enabled() and _uses_flashinfer
+
+
+FITS["flashinfer"] = lambda x: x.is_cuda and _fuses(x.device, x.dtype)
 
 
 class AngleRows(NamedTuple):
@@ -60,40 +70,60 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+@op
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / rms(x) * (offset + weight) over the last dimension, computed in float32.
 
     x: [rows, size] or [T, heads, size]. offset: 0 or 1.
     """
-    if _is_fused(x):
-        norm = _flashinfer().gemma_rmsnorm if offset else _flashinfer().rmsnorm
-        return norm(x, weight, eps)  # type: ignore[no-any-return]
     if offset:
         return F.rms_norm(_wide(x), weight.shape, gain_of(weight, offset), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+@rms_norm.on("flashinfer")
+def _rms_norm_flashinfer(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    norm = _flashinfer().gemma_rmsnorm if offset else _flashinfer().rmsnorm
+    return norm(x, weight, eps)  # type: ignore[no-any-return]
+
+
+@op
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), all [rows, size]. Both arguments may be overwritten."""
-    if _is_fused(x):
-        norm = _flashinfer().gemma_fused_add_rmsnorm if offset else _flashinfer().fused_add_rmsnorm
-        norm(x, residual, weight, eps)
-        return x, residual
     residual = residual + x
     return rms_norm(residual, weight, eps, offset), residual
 
 
+@add_rms_norm.on("flashinfer")
+def _add_rms_norm_flashinfer(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    norm = _flashinfer().gemma_fused_add_rmsnorm if offset else _flashinfer().fused_add_rmsnorm
+    norm(x, residual, weight, eps)
+    return x, residual
+
+
+@op
 def owned(residual: Tensor) -> Tensor:
     """The same values. The caller may pass them to `add_rms_norm` and still use the argument."""
-    return residual.clone() if _is_fused(residual) else residual
+    return residual
 
 
+@owned.on("flashinfer")
+def _owned_flashinfer(residual: Tensor) -> Tensor:
+    return residual.clone()
+
+
+@op
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: gate_up [rows, 2F] -> [rows, F]."""
-    if _is_fused(gate_up):
-        return _flashinfer().silu_and_mul(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+@silu_mul.on("flashinfer")
+def _silu_mul_flashinfer(gate_up: Tensor) -> Tensor:
+    return _flashinfer().silu_and_mul(gate_up)  # type: ignore[no-any-return]
 
 
 def limited_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
@@ -102,12 +132,16 @@ def limited_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
+@op
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with tanh in gelu: gate_up [rows, 2F] -> [rows, F]."""
-    if _is_fused(gate_up):
-        return _flashinfer().gelu_tanh_and_mul(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+@gelu_tanh_mul.on("flashinfer")
+def _gelu_tanh_mul_flashinfer(gate_up: Tensor) -> Tensor:
+    return _flashinfer().gelu_tanh_and_mul(gate_up)  # type: ignore[no-any-return]
 
 
 def squared_relu(up: Tensor) -> Tensor:
@@ -115,7 +149,8 @@ def squared_relu(up: Tensor) -> Tensor:
     return F.relu(up).square()
 
 
-GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "relu2": squared_relu}  # by the name of the activation
+# By the name of the activation.
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "relu2": squared_relu}
 
 
 def can_use_table(device: torch.device, dtype: torch.dtype, dim: int, rotary_dim: int) -> bool:
@@ -159,14 +194,6 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[..., :half], sin[..., half:]
     even, odd = x.unflatten(-1, (half, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
-
-
-def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and _fuses(x.device, x.dtype)
-
-
-def _fuses(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in _HALF and not torch.is_grad_enabled() and _uses_flashinfer
 
 
 @cache

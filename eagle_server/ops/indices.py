@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 512
@@ -24,6 +24,7 @@ def indptr_of(lens: Tensor) -> Tensor:
     return indptr
 
 
+@op
 def build_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
     """out[kv_indptr[b] : kv_indptr[b + 1]] = req_to_token[req_pool_indices[b], : kv_lens[b]]
 
@@ -36,11 +37,16 @@ def build_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Te
     Returns:
         kv_indptr int32 [bs + 1], the prefix sums of kv_lens.
     """
-    if on_gpu(out):
-        return _launch_kv_indices(req_to_token, req_pool_indices, kv_lens, out)
-    return _kv_indices_torch(req_to_token, req_pool_indices, kv_lens, out)
+    kv_indptr = indptr_of(kv_lens)
+    place = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    request, column = _owner(kv_indptr, place)
+    column = column.clamp(0, req_to_token.shape[1] - 1)
+    slots = req_to_token[req_pool_indices.index_select(0, request), column]
+    out.copy_(torch.where(place < kv_indptr[-1], slots, out))
+    return kv_indptr
 
 
+@op
 def window_slots(
     req_to_token: Tensor, req_pool_indices: Tensor, first: Tensor, count: int, *, offset: int = 0
 ) -> Tensor:
@@ -50,13 +56,12 @@ def window_slots(
         req_to_token: int32 [number of rows, width].
         req_pool_indices, first: int64 [bs].
     """
-    if on_gpu(first) and count:
-        return _launch_window_slots(req_to_token, req_pool_indices, first, count, offset)
     places = first[:, None] + torch.arange(offset, offset + count, device=first.device)
     # only these columns: a whole row may be 0.5 MB
     return req_to_token[req_pool_indices[:, None], places].long()
 
 
+@op
 def build_draft_decode_kv_indices(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -80,32 +85,8 @@ def build_draft_decode_kv_indices(
     Returns:
         kv_indptr int32 [bs * K + 1].
     """
-    topk = ancestor_mask.shape[1]
-    kv_indptr = indptr_of((seq_lens + num_visible).repeat_interleave(topk))
-    launch = _launch_draft_decode_kv_indices if on_gpu(out) else _draft_decode_kv_indices_torch
-    launch(req_to_token, req_pool_indices, seq_lens, ancestor_mask, kv_indptr, out)
-    return kv_indptr
-
-
-def _kv_indices_torch(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
-    kv_indptr = indptr_of(kv_lens)
-    place = torch.arange(len(out), dtype=torch.int32, device=out.device)
-    request, column = _owner(kv_indptr, place)
-    column = column.clamp(0, req_to_token.shape[1] - 1)
-    slots = req_to_token[req_pool_indices.index_select(0, request), column]
-    out.copy_(torch.where(place < kv_indptr[-1], slots, out))
-    return kv_indptr
-
-
-def _draft_decode_kv_indices_torch(
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    ancestor_mask: Tensor,
-    kv_indptr: Tensor,
-    out: Tensor,
-) -> None:
     _, topk, window = ancestor_mask.shape
+    kv_indptr = indptr_of((seq_lens + num_visible).repeat_interleave(topk))
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     query, column = _owner(kv_indptr, place)
     request = torch.div(query, topk, rounding_mode="floor")
@@ -116,6 +97,7 @@ def _draft_decode_kv_indices_torch(
     column = torch.where(column < prefix, column, prefix + in_window).clamp(0, req_to_token.shape[1] - 1)
     slots = req_to_token[req_pool_indices.index_select(0, request), column]
     out.copy_(torch.where(place < kv_indptr[-1], slots, out))
+    return kv_indptr
 
 
 def _owner(indptr: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,6 +106,7 @@ def _owner(indptr: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return segment, place - indptr.index_select(0, segment)
 
 
+@build_kv_indices.on("triton")
 def _launch_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
     bs, splits = len(req_pool_indices), min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
     kv_indptr = torch.empty(bs + 1, dtype=torch.int32, device=out.device)
@@ -141,8 +124,9 @@ def _launch_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: 
     return kv_indptr
 
 
+@window_slots.on("triton", when=lambda table, rows, first, count, **_: count > 0)
 def _launch_window_slots(
-    req_to_token: Tensor, req_pool_indices: Tensor, first: Tensor, count: int, offset: int
+    req_to_token: Tensor, req_pool_indices: Tensor, first: Tensor, count: int, *, offset: int = 0
 ) -> Tensor:
     bs = len(first)
     out = torch.empty(bs, count, dtype=torch.int64, device=first.device)
@@ -152,15 +136,17 @@ def _launch_window_slots(
     return out
 
 
+@build_draft_decode_kv_indices.on("triton")
 def _launch_draft_decode_kv_indices(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     seq_lens: Tensor,
     ancestor_mask: Tensor,
-    kv_indptr: Tensor,
+    num_visible: int,
     out: Tensor,
-) -> None:
+) -> Tensor:
     _, topk, window = ancestor_mask.shape
+    kv_indptr = indptr_of((seq_lens + num_visible).repeat_interleave(topk))
     splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
     _draft_decode_kv_indices_kernel[len(req_pool_indices) * topk, splits](
         req_to_token,
@@ -176,6 +162,7 @@ def _launch_draft_decode_kv_indices(
         SPLITS=splits,
         BLOCK=_BLOCK,
     )
+    return kv_indptr
 
 
 @jit(varying=("req_pool_indices", "kv_lens"))

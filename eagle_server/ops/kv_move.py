@@ -7,14 +7,15 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
-from eagle_server.ops.native.library import available, check_inside, functions, pointer
+from eagle_server.ops.dispatch import op
+from eagle_server.ops.native.library import check_inside, functions, pointer
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _BLOCK = 1024  # units of one slot's data that a program moves
 
 
+@op
 def keep_accepted(
     data: Tensor, slot_dim: int, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor
 ) -> None:
@@ -31,13 +32,6 @@ def keep_accepted(
     Raises:
         IndexError: on a CPU, a position or slot that does not exist.
     """
-    move = _launch_move if on_gpu(data) else _move_native if available(data.device, torch.float32) else _move_torch
-    move(data, slot_dim, path, seq_lens, req_pool_indices, req_to_token)
-
-
-def _move_torch(
-    data: Tensor, slot_dim: int, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor
-) -> None:
     nodes = torch.arange(path.shape[1], device=path.device)
     first, rows = seq_lens[:, None], req_pool_indices[:, None]
     source = req_to_token[rows, first + torch.where(path < 0, nodes, path)].long().flatten()
@@ -45,6 +39,7 @@ def _move_torch(
     data.index_copy_(slot_dim, target, data.index_select(slot_dim, source))
 
 
+@keep_accepted.on("native")
 def _move_native(
     data: Tensor, slot_dim: int, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor
 ) -> None:
@@ -63,6 +58,7 @@ def _move_native(
     check_inside(outside=bool(functions().eagle_keep(*map(pointer, tensors), *sizes)))
 
 
+@keep_accepted.on("triton")
 def _launch_move(
     data: Tensor, slot_dim: int, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor
 ) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.fused import owned, rms_norm
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
@@ -21,6 +21,11 @@ class PairNorms(NamedTuple):
     eps: float
 
 
+def _computes(tokens: Tensor, embed: Tensor, hidden: Tensor, *_: Any, **__: Any) -> bool:
+    return hidden.dtype == embed.dtype and not torch.is_grad_enabled()
+
+
+@op
 def normed_pairs(
     tokens: Tensor,
     embed: Tensor,
@@ -42,8 +47,6 @@ def normed_pairs(
     Returns:
         pairs [rows, 2H], and the residual stream [rows, H], which the caller may overwrite.
     """
-    if on_gpu(hidden) and hidden.dtype == embed.dtype and not torch.is_grad_enabled():
-        return _launch_pairs(tokens, embed, hidden, norms, parents, keeps_normed=keeps_normed)
     if parents is not None:
         hidden = hidden.index_select(0, parents)
     normed = rms_norm(hidden, norms.hidden, norms.eps)
@@ -51,8 +54,15 @@ def normed_pairs(
     return torch.cat([embedded, normed], dim=-1), normed if keeps_normed else owned(hidden)
 
 
+@normed_pairs.on("triton", when=_computes)
 def _launch_pairs(
-    tokens: Tensor, embed: Tensor, hidden: Tensor, norms: PairNorms, parents: Tensor | None, *, keeps_normed: bool
+    tokens: Tensor,
+    embed: Tensor,
+    hidden: Tensor,
+    norms: PairNorms,
+    parents: Tensor | None = None,
+    *,
+    keeps_normed: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, size, hidden = len(tokens), hidden.shape[1], hidden.contiguous()
     pairs, residual = hidden.new_empty(rows, 2 * size), hidden.new_empty(rows, size)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import jit, tl
 
 SMALLEST_CHUNK = 128  # KV slots, the library's
@@ -98,16 +98,13 @@ class PrefillPlan:
         return len(self.request_indices) == self.tiles * len(self.last_page_len)
 
 
+@op
 def plan_prefill(kv_indptr: Tensor, plan: PrefillPlan) -> None:
     """Write `plan`'s arrays for these lengths, kv_indptr int32 [bs + 1].
 
     The chunk is the smallest of at least SMALLEST_CHUNK slots for which the blocks suffice. All tiles of a request have
     the same chunks. With a sliding window a tile's chunks cover only the slots that its rows can see.
     """
-    (_launch if on_gpu(kv_indptr) else _plan_torch)(kv_indptr, plan)
-
-
-def _plan_torch(kv_indptr: Tensor, plan: PrefillPlan) -> None:
     lens = kv_indptr.diff()
     plan.kv_indptr.copy_(kv_indptr)
     plan.last_page_len.copy_(lens.clamp(max=1))
@@ -141,6 +138,7 @@ def _most_seen(plan: PrefillPlan) -> int:
     return _UNLIMITED if plan.window_left < 0 else plan.window_left + plan.tile
 
 
+@plan_prefill.on("triton")
 def _launch(kv_indptr: Tensor, plan: PrefillPlan) -> None:
     bs = len(plan.last_page_len)
     _plan_kernel[bs,](

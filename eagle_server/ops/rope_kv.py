@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.fused import AngleTable, rms_norm, rotate
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
@@ -24,6 +24,7 @@ class HeadNorms(NamedTuple):
     offset: float = 0.0
 
 
+@op
 def rotate_and_write(
     qkv: Tensor,
     heads: int,
@@ -45,19 +46,6 @@ def rotate_and_write(
     Returns:
         the queries [T, heads, dim], which may be a view of qkv.
     """
-    launch = _launch_rotation if on_gpu(qkv) else _rotation_torch
-    return launch(qkv, heads, rotation, keys, values, slots, norms)
-
-
-def _rotation_torch(
-    qkv: Tensor,
-    heads: int,
-    rotation: AngleTable,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
     kv_heads = keys.shape[1]
     q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
@@ -71,6 +59,7 @@ def _rotation_torch(
     return q
 
 
+@rotate_and_write.on("triton")
 def _launch_rotation(
     qkv: Tensor,
     heads: int,

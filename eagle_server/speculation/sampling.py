@@ -7,7 +7,7 @@ is the plain argmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from eagle_server.ops.device import upload
 from eagle_server.ops.sampling.draw import draw_tokens
-from eagle_server.ops.sampling.truncate import NO_TOP_K, has_truncation_kernel, truncate_rows
+from eagle_server.ops.sampling.truncate import NO_TOP_K, truncate_rows
 from eagle_server.plan import TEMPERATURE_EDGES, RequestSampling
 from eagle_server.speculation.transforms import PenalizerState, Rows, Transform, transforms_of
 from eagle_server.speculation.tree import Tree
-
-_SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
 
 
 @dataclass(frozen=True)
@@ -125,54 +123,7 @@ def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
     if sampling.truncated is None and sampling.floored is None:
         return logits
-    if has_truncation_kernel(logits):
-        return truncate_rows(logits, sampling.all_temperature, sampling.limits)
-    if sampling.truncated is not None:
-        logits = _restricted(logits, sampling, sampling.truncated, truncate, *sampling.limits[:2])
-    return above_min_ps(logits, sampling)
-
-
-def above_min_ps(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The logits [bs, rows, vocab] with -inf for tokens that min_p removes."""
-    if sampling.floored is None:
-        return logits
-    return _restricted(logits, sampling, sampling.floored, above_min_p, sampling.limits[2])
-
-
-def _restricted(
-    logits: Tensor, sampling: SamplingBatch, requests: Tensor, kept: Callable[..., Tensor], *limits: Tensor
-) -> Tensor:
-    """The logits with -inf for tokens that `kept` removes, for some requests. `limits` belong to all requests.
-
-    It takes a few requests at a time, because sorting needs memory.
-    """
-    logits = logits.clone()
-    for some in requests.split(max(1, _SORTED_ROWS // logits.shape[1])):
-        temperature, *limit = (x.index_select(0, some) for x in (sampling.all_temperature, *limits))
-        rows = logits.index_select(0, some)
-        dropped = kept(rows / temperature[:, None, None], *limit) == float("-inf")
-        logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
-    return logits
-
-
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The logits with -inf outside the top-k, then outside the smallest set with renormalized mass >= top_p.
-
-    logits [n, rows, vocab] are already divided by the temperature. Ties go to the smaller token id.
-    """
-    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k[:, None, None], float("-inf"))
-    probs = ordered.softmax(-1)
-    mass_before = probs.cumsum(-1) - probs
-    dropped = (mass_before >= top_p[:, None, None]) & (rank > 0)
-    return torch.empty_like(logits).scatter_(-1, tokens, ordered.masked_fill(dropped, float("-inf")))
-
-
-def above_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """The logits with -inf for tokens with less than min_p [n] times the best probability. Shapes as in `truncate`."""
-    least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None, None]
-    return logits.masked_fill(logits < least, float("-inf"))
+    return truncate_rows(logits, sampling.all_temperature, sampling.limits, sampling.truncated, sampling.floored)
 
 
 def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:

@@ -26,7 +26,7 @@ from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logpr
 from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.build import ancestors
 from eagle_server.ops.tree.candidates import CandidatePool, Children
-from eagle_server.ops.tree.mask import pack_tree_mask
+from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
 from eagle_server.speculation.tree import Tree
 from tests.gpu.conftest import moved, on_cpu
 from tests.support.drafts import Pool, scored
@@ -280,7 +280,7 @@ def test_masks_are_packed_alike(device: torch.device, lens: list[int], size: int
         out = torch.full((capacity,), 0xA5, dtype=torch.uint8, device=where)
         indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=where)
         mask_, kv_lens_, depths_ = moved((mask, kv_lens, depths), where)
-        pack_tree_mask(mask_, kv_lens_, out, indptr, sliding=sliding, row_depths=depths_, column_depths=depths_)
+        pack_tree_mask(mask_, kv_lens_, out, indptr, SlidingWindow(sliding, depths_, depths_) if sliding else None)
         outs.append((out, indptr))
     assert_same(outs[1], outs[0])
     if not sliding:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree.attention import add_sinks, add_sinks_torch, tree_block_attention
+from eagle_server.ops.tree.attention import add_sinks, tree_block_attention
 from tests.gpu.conftest import moved
 
 # A GPU may round float32 to TF32 in matrix products, which has 10 bits.
@@ -83,7 +83,7 @@ def test_sinks_are_merged_alike(device: torch.device, dtype: torch.dtype) -> Non
     lse[0] = -math.inf  # a request without a prefix
     sinks = 3 * torch.randn(6, generator=random_)
     expected = out.double(), lse.double()
-    add_sinks_torch(*expected, sinks.double())
+    add_sinks.variants["torch"](*expected, sinks.double())
     found = moved((out, lse, sinks), device)
     add_sinks(*found)
     torch.testing.assert_close(found[0].cpu().double(), expected[0], atol=TOLERANCE[dtype], rtol=0)

@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from eagle_server.attention import workspace
-from eagle_server.ops import indices, kv_move, prefill_plan
-from eagle_server.ops.sampling import draw, topk
-from eagle_server.ops.tree import accept, mask
-from eagle_server.ops.tree import attention as tree_attention
-from eagle_server.ops.tree import build as tree
+from eagle_server.ops import prefill_plan
+from eagle_server.ops.dispatch import OPERATIONS
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from tests.lossless.conftest import eagle_is_deep
@@ -26,21 +22,16 @@ from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS, SIZES, as_on_a_gpu, check, play
 from tests.lossless.test_equality import FAMILIES
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
+from tests.support.kernels import take
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 pytestmark = pytest.mark.deep  # test_every_drafter has this backend in the gate
 
-KERNELS = (
-    accept,
-    draw,
-    indices,
-    kv_move,
-    mask,
-    prefill_plan,
-    topk,
-    tree,
-    tree_attention,
-)  # modules that choose between kernel and torch
+LAUNCHED = {  # by every cycle
+    *("build_kv_indices", "draw_tokens", "pack_tree_mask", "plan_prefill", "score_children", "select_nodes"),
+    *("topk_logprobs", "truncate_rows", "walk_tree", "window_slots"),
+}
+LAUNCHED_FOR_TREES = {"keep_accepted", "tree_block_attention"}  # a chain needs no compaction and no tree mask
 
 
 @eagle_is_deep
@@ -142,22 +133,21 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
     """Every operation of the cycle runs its Triton kernel, in the interpreter. Warm-up, without a result, does not."""
     modes = {"verify_attention": "cascade", "draft_attention": "mask"}
     engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
+    take("triton", monkeypatch)
     launched: set[str] = set()
-    for module in KERNELS:
+    for name, operation in OPERATIONS.items():
+        if (kernel := operation.variants.get("triton")) is not None:
 
-        def chosen(tensor: Tensor, name: str = module.__name__) -> bool:
-            launched.add(name)
-            return True
+            def recorded(*args: Any, name: str = name, kernel: Callable[..., Any] = kernel, **kwargs: Any) -> Any:
+                launched.add(name)
+                return kernel(*args, **kwargs)
 
-        monkeypatch.setattr(module, "on_gpu", chosen)
+            monkeypatch.setitem(operation.variants, "triton", recorded)
     short = [replace_tokens(REQUESTS[i], 5) for i in (0, 6)]  # greedy, and sampled with top-k and top-p
     outcome = tokens_of(run(engine, short))
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}
-    unused = {
-        "eagle_server.ops.kv_move",
-        "eagle_server.ops.tree.attention",
-    }  # a chain needs no compaction and no tree mask
-    assert launched == {module.__name__ for module in KERNELS} - (unused if topk == 1 else set())
+    by_head = {"normed_pairs", "store_accepted"}
+    assert launched - by_head == LAUNCHED | (LAUNCHED_FOR_TREES if topk > 1 else set())
 
 
 def replace_tokens(each: Request, count: int) -> Request:

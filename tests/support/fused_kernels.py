@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops import fused
+from eagle_server.ops.dispatch import FITS
 
 
 def fake_flashinfer() -> Any:
@@ -56,6 +57,6 @@ def fake_flashinfer() -> Any:
 def use_kernel_branch(monkeypatch: pytest.MonkeyPatch, module: Any = None) -> None:
     """Take the kernel branch of every function on a CPU. `module` replaces FlashInfer; None: `fake_flashinfer`."""
     module = fake_flashinfer() if module is None else module
-    monkeypatch.setattr(fused, "_is_fused", lambda _: not torch.is_grad_enabled())
+    monkeypatch.setitem(FITS, "flashinfer", lambda _: not torch.is_grad_enabled())
     monkeypatch.setattr(fused, "_flashinfer", lambda: module)
     monkeypatch.setattr("eagle_server.models.rope.can_use_table", lambda *_: not torch.is_grad_enabled())

@@ -8,8 +8,6 @@ splits KV.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import eagle_server.ops
 from eagle_server.ops import device as device_module
 from eagle_server.worker import host
 from tests.support.flashinfer_emulation import Emulation
@@ -156,9 +153,6 @@ class _CountedCall(FirstCall):
 
 def take_gpu_branches(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> Emulation:
     """Let the package run on the CPU what it runs on a GPU. Returns the emulated FlashInfer."""
-    for module in _modules(eagle_server.ops):
-        if hasattr(module, "available") and module.__name__ != "eagle_server.ops.native.library":
-            monkeypatch.setattr(module, "available", lambda *_: False)
     functions = vars(fake_flashinfer())
     use_kernel_branch(monkeypatch, SimpleNamespace(**{n: counter.as_one(f, n) for n, f in functions.items()}))
     compute_with_twins(monkeypatch, counter.paused)
@@ -231,8 +225,3 @@ def _with_merge(original: Callable[..., Any], counter: LaunchCounter) -> Callabl
         return attention(self, *args, **kwargs)
 
     return run
-
-
-def _modules(package: ModuleType) -> Iterator[ModuleType]:
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        yield importlib.import_module(found.name)

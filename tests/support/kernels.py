@@ -5,27 +5,34 @@ Kernels run on the GPU if there is one, else in Triton's interpreter (see tests/
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.ops.dispatch import FITS, Op
 from eagle_server.ops.triton_support import HAS_TRITON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-# Runs a test with the torch twin and with the kernel. Both are compared with the same plain reference.
-each_way = pytest.mark.parametrize("way", ["twin", pytest.param("kernel", marks=needs_triton)])
-every_way = pytest.mark.parametrize("way", ["twin", "native", pytest.param("kernel", marks=needs_triton)])
+with_triton = pytest.mark.parametrize("variant", [pytest.param("triton", marks=needs_triton)])
 
 
-def take(way: str, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """Let these modules of `eagle_server.ops` compute with torch, the CPU's native kernels or Triton's."""
-    for module in modules:
-        monkeypatch.setattr(module, "on_gpu", lambda _: way == "kernel")
-        if hasattr(module, "available"):
-            monkeypatch.setattr(module, "available", lambda *_: way == "native")
+def each_variant(*operations: Op[..., Any]) -> pytest.MarkDecorator:
+    """Runs a test once with each kind of variant of these operations. `variant`: the kind, see `take`.
+
+    The torch twin computes what has no such variant.
+    """
+    kinds = dict.fromkeys(kind for operation in operations for kind in operation.variants)
+    marks = {"triton": needs_triton}
+    return pytest.mark.parametrize("variant", [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds])
+
+
+def take(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all operations compute by variants of this kind, on any device."""
+    for each in FITS:
+        monkeypatch.setitem(FITS, each, lambda _, fits=(each == kind): fits)
 
 
 def generator(*seed: int) -> torch.Generator:

@@ -6,19 +6,16 @@ address that is a multiple of 16.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
-from types import FunctionType, ModuleType
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from eagle_server.ops import device as device_module
+from eagle_server.ops.dispatch import FITS, Op
 from tests.support.replay import tensors_of
-
-CHOICES = {"on_gpu", "has_truncation_kernel"}  # which choose between a kernel and its twin
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, *, run: bool = True) -> set[str]:
@@ -50,11 +47,9 @@ def _binder(kernel: Any) -> Any:
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """Let these modules launch kernels on a CPU too."""
+    """Let these modules, which choose kernels themselves, launch them on a CPU too."""
     for module in modules:
         monkeypatch.setattr(module, "on_gpu", lambda _: True)
-        if hasattr(module, "available"):
-            monkeypatch.setattr(module, "available", lambda *_: False)
 
 
 def compute_with_twins(
@@ -65,38 +60,22 @@ def compute_with_twins(
     Use it where launches are recorded but not run. An operation returns the tensors of its kernel's branch, so that
     addresses and strides are those of a GPU, with the twin's values. aside: the context in which the twins run.
     """
-    twins = 0  # that are running
+    call, twins = Op.__call__, 0  # twins that are running
 
-    def operation(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def launched_and_computed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal twins
-            if twins:
-                return original(*args, **kwargs)
-            results = original(*args, **kwargs)
+    def launched_and_computed(self: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal twins
+        results = call(self, *args, **kwargs)
+        if not twins and "triton" in self.variants:
             twins += 1
             try:
                 with aside():
-                    computed = original(*args, **kwargs)
+                    computed = call(self, *args, **kwargs)
                     for result, values in zip(tensors_of(results), tensors_of(computed), strict=True):
                         result.copy_(values)
             finally:
                 twins -= 1
-            return results
+        return results
 
-        return launched_and_computed
-
-    wrapped: dict[Any, Callable[..., Any]] = {}
-    for module in [each for name, each in sys.modules.items() if name.startswith("eagle_server.")]:
-        for name, value in list(vars(module).items()):
-            if is_operation(value):
-                monkeypatch.setattr(module, name, wrapped.setdefault(value, operation(value)))
-        if module.__name__.startswith("eagle_server.ops.") and hasattr(module, "on_gpu") and module != device_module:
-            monkeypatch.setattr(module, "on_gpu", lambda _: not twins)
-
-
-def is_operation(value: object) -> bool:
-    """Whether this is a function that chooses between a kernel and its twin, and not one of the choices."""
-    if not isinstance(value, FunctionType) or not value.__module__.startswith("eagle_server."):
-        return False
-    return bool(CHOICES.intersection(value.__code__.co_names)) and value.__annotations__["return"] != "bool"
+    monkeypatch.setattr(Op, "__call__", launched_and_computed)
+    monkeypatch.setitem(FITS, "triton", lambda _: not twins)
+    monkeypatch.setitem(FITS, "native", lambda _: False)

@@ -16,7 +16,7 @@ from eagle_server.attention.batches import attn_args_decode, attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, TreeMask
 from eagle_server.attention.spec_info import kv_arguments
 from eagle_server.ops.indices import window_slots
-from eagle_server.ops.tree.mask import pack_tree_mask
+from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
 
 # How a forward is computed.
 #   decode   causal, one query row per request
@@ -102,8 +102,8 @@ class Scratch:
         """Pack the tree mask over prefix and window, for layers with this sliding window."""
         size, rows, _ = mask.visible.shape
         out = self.mask(size, rows, sliding)
-        depths = {"row_depths": mask.row_depths, "column_depths": mask.column_depths}
-        pack_tree_mask(mask.visible, batch.kv_lens, out.bits, out.indptr, sliding=sliding, **depths)
+        window = SlidingWindow(sliding, mask.row_depths, mask.column_depths) if sliding else None
+        pack_tree_mask(mask.visible, batch.kv_lens, out.bits, out.indptr, window)
 
 
 def window_of(batch: AttentionBatch, mask: TreeMask) -> Tensor:

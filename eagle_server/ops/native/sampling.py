@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,3 +56,20 @@ class NativeScoring:
         logp, tokens = empty(self.rows, k), torch.empty(self.rows, k, dtype=torch.int64)
         functions().eagle_best_tokens(session(), byref(self.struct), k, pointer(logp), pointer(tokens))
         return logp, tokens
+
+
+def draw_by_rows(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """See `draw_tokens`."""
+    keys, temperature = of_rows(len(logits), keys, temperature)
+    return NativeScoring(logits, logits.shape[1], keys, positions, temperature).draw()
+
+
+def of_rows(count: int, keys: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and temperatures of `count` rows, by row. Requests have equally many rows, which follow each other."""
+    rows = count // max(1, len(keys))
+    return (keys, temperature) if rows == 1 else (keys.repeat_interleave(rows), temperature.repeat_interleave(rows))
+
+
+def is_read(logits: Tensor, *_: Any, **__: Any) -> bool:
+    """Whether the kernels read logits of this dtype."""
+    return logits.dtype in (torch.float32, torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 256
@@ -23,13 +23,12 @@ class Correction(NamedTuple):
     most: float
 
 
+@op
 def correct_guesses(guesses: Tensor, correction: Correction) -> Tensor:
     """The guesses float32 [bs, nodes, k], corrected.
 
     The best of each node come first: those from the second on have ratios of their own.
     """
-    if on_gpu(guesses):
-        return _launch_correction(guesses, *correction)
     ratios, edges, temperature_bin, depth, most = correction
     later = torch.ones(guesses.shape[2], dtype=torch.int64, device=guesses.device)
     later[:1] = 0
@@ -46,9 +45,9 @@ def corrected(
     return (ratios[(*group, torch.bucketize(guesses.contiguous(), edges))] + guesses).clamp_(max=most)
 
 
-def _launch_correction(
-    guesses: Tensor, ratios: Tensor, edges: Tensor, temperature_bin: Tensor, depth: int, most: float
-) -> Tensor:
+@correct_guesses.on("triton")
+def _launch_correction(guesses: Tensor, correction: Correction) -> Tensor:
+    ratios, edges, temperature_bin, depth, most = correction
     bs, nodes, topk = guesses.shape
     _, depths, _, bins = ratios.shape
     out, count = torch.empty(guesses.shape, dtype=torch.float32, device=guesses.device), nodes * topk

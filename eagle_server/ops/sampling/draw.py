@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
-from eagle_server.ops.native.library import available
-from eagle_server.ops.native.sampling import NativeScoring
+from eagle_server.ops.dispatch import op
+from eagle_server.ops.native.sampling import draw_by_rows, is_read, of_rows
 from eagle_server.ops.sampling.gumbel import gumbel, gumbel_at, row_state
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 2048  # tokens per program of the first stage
 
 
+@op
 def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row: the argmax at temperature 0, else a sample of softmax(logits / T).
 
@@ -27,14 +27,12 @@ def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Te
         tokens int64 [n]: ties go to the lower id. scores float32 [n]: the maximum. It is not finite if the row holds
         NaN or inf, or only -inf; the token of such a row is some id below V.
     """
-    if on_gpu(logits):
-        return _launch_draw(logits, keys, positions, temperature)
-    rows = len(logits) // max(1, len(keys))
-    if rows != 1:
-        keys, temperature = keys.repeat_interleave(rows), temperature.repeat_interleave(rows)
-    if available(logits.device, logits.dtype):
-        return NativeScoring(logits, logits.shape[1], keys, positions, temperature).draw()
-    return _draw_torch(logits, keys, positions, temperature)
+    keys, temperature = of_rows(len(logits), keys, temperature)
+    scores, tokens = perturb(logits, keys, positions, temperature).max(dim=1)
+    return tokens, scores
+
+
+draw_tokens.on("native", when=is_read)(draw_by_rows)
 
 
 def perturb(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -55,11 +53,7 @@ def perturb(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor
     return torch.where(drawn[:, None], logits / torch.where(drawn, temperature, 1.0)[:, None] + noise, logits)
 
 
-def _draw_torch(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    scores, tokens = perturb(logits, keys, positions, temperature).max(dim=1)
-    return tokens, scores
-
-
+@draw_tokens.on("triton")
 def _launch_draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     n, vocab_size = logits.shape
     pieces = blocks(vocab_size, _BLOCK)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
-from eagle_server.ops.native.library import available
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.native.sampling import NativeScoring
 from eagle_server.ops.triton_support import blocks, constant, jit, tl
 
@@ -26,25 +25,23 @@ def signed(x: int) -> int:
 _GAMMA, _FIRST, _SECOND = constant(signed(GAMMA)), constant(signed(FIRST)), constant(signed(SECOND))
 
 
+@op
 def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
     """Standard Gumbel noise, float32 [n, vocab_size], for keys int64 [n] at positions int64 [n].
 
     Column i has the noise of token i, or of token ids[i] with `ids` int64 [vocab_size].
     """
-    if on_gpu(keys):
-        return _launch_gumbel(keys, positions, vocab_size, ids)
-    if available(keys.device, torch.float32):
-        return NativeScoring(None, vocab_size, keys, positions, ids=ids).noise()
-    return _gumbel_torch(keys, positions, vocab_size, ids)
-
-
-def _gumbel_torch(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
     rows = _mix(keys ^ _mix(positions * signed(GAMMA)))
     counters = torch.arange(1, vocab_size + 1, device=keys.device) if ids is None else ids + 1
     bits = _mix(rows[:, None] + counters * signed(GAMMA))
     # 53 bits keep the relative precision of a float32 near 0. The largest Gumbel values come from there.
     uniform = _shift(bits, 11).to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-60, max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+@gumbel.on("native")
+def _gumbel_native(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
+    return NativeScoring(None, vocab_size, keys, positions, ids=ids).noise()
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -58,6 +55,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+@gumbel.on("triton")
 def _launch_gumbel(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
     out = torch.empty(len(keys), vocab_size, dtype=torch.float32, device=keys.device)
     block = 1024

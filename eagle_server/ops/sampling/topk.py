@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
-from eagle_server.ops.native.library import available
-from eagle_server.ops.native.sampling import NativeScoring
+from eagle_server.ops.dispatch import op
+from eagle_server.ops.native.sampling import NativeScoring, is_read
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import perturb, perturb_at
 from eagle_server.ops.tree.candidates import Children
@@ -42,6 +41,7 @@ class DrawNoise(NamedTuple):
         return keys, positions, temperature
 
 
+@op
 def topk_logprobs(
     logits: Tensor, k: int, ids: Tensor | None = None, noise: DrawNoise | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -57,17 +57,25 @@ def topk_logprobs(
         the draft's lower id and NaN ranks last; in torch's twin torch.topk decides. In a row with NaN or inf the
         log-probabilities are not finite, but the ids are still those of tokens.
     """
-    if on_gpu(logits) and k <= MAX_TOPK:
-        return _launch_topk(logits, k, ids, noise)
-    vocab_size, rows = logits.shape[1], None if noise is None else noise.of_rows(len(logits))
-    if available(logits.device, logits.dtype):
-        scoring = NativeScoring(logits, vocab_size) if rows is None else NativeScoring(logits, vocab_size, *rows, ids)
-        logp, tokens = scoring.topk(k)
-    else:
-        logp, tokens = _topk_torch(logits if rows is None else perturb(logits, *rows, ids), k)
-    return logp, tokens if ids is None else ids.index_select(0, tokens.view(-1)).view_as(tokens)
+    scores = logits if noise is None else perturb(logits, *noise.of_rows(len(logits)), ids)
+    best, tokens = scores.topk(k, dim=-1)
+    return best.float() - scores.float().logsumexp(-1, keepdim=True), _target_ids(tokens, ids)
 
 
+@topk_logprobs.on("native", when=is_read)
+def _topk_native(
+    logits: Tensor, k: int, ids: Tensor | None = None, noise: DrawNoise | None = None
+) -> tuple[Tensor, Tensor]:
+    rows = () if noise is None else (*noise.of_rows(len(logits)), ids)
+    logp, tokens = NativeScoring(logits, logits.shape[1], *rows).topk(k)
+    return logp, _target_ids(tokens, ids)
+
+
+def _target_ids(tokens: Tensor, ids: Tensor | None) -> Tensor:
+    return tokens if ids is None else ids.index_select(0, tokens.view(-1)).view_as(tokens)
+
+
+@op
 def score_children(
     logits: Tensor,
     above: Tensor,
@@ -89,19 +97,12 @@ def score_children(
         out.
     """
     k = out.tokens.shape[2]
-    if on_gpu(logits) and k <= MAX_TOPK:
-        return _launch_children(logits, above, out, ids, noise, correction)
     logp, tokens = topk_logprobs(logits, k, ids, noise)
     guesses = logp.view(out.guesses.shape)
     chances = guesses if correction is None else correct_guesses(guesses, correction)
     for part, values in zip(out, (tokens.view(out.tokens.shape), above[:, :, None] + chances, guesses), strict=True):
         part.copy_(values)
     return out
-
-
-def _topk_torch(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    best, ids = logits.topk(k, dim=-1)
-    return best.float() - logits.float().logsumexp(-1, keepdim=True), ids
 
 
 class _BestOfBlocks(NamedTuple):
@@ -133,6 +134,7 @@ def _launch_blocks(logits: Tensor, k: int, ids: Tensor | None, noise: DrawNoise 
     return found
 
 
+@topk_logprobs.on("triton", when=lambda logits, k, *_, **__: k <= MAX_TOPK)
 def _launch_topk(
     logits: Tensor, k: int, ids: Tensor | None = None, noise: DrawNoise | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -143,13 +145,14 @@ def _launch_topk(
     return logp, tokens
 
 
+@score_children.on("triton", when=lambda logits, above, out, *_, **__: out.tokens.shape[2] <= MAX_TOPK)
 def _launch_children(
     logits: Tensor,
     above: Tensor,
     out: Children,
-    ids: Tensor | None,
-    noise: DrawNoise | None,
-    correction: Correction | None,
+    ids: Tensor | None = None,
+    noise: DrawNoise | None = None,
+    correction: Correction | None = None,
 ) -> Children:
     found = _launch_blocks(logits, out.tokens.shape[2], ids, noise)
     _merge(found, out, logits.shape[1], ids, above.contiguous(), correction)

@@ -9,30 +9,83 @@ Source: the rejection sampling of FlashInfer (flashinfer.ai, 2025) searches by p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import constant, jit, power_of_two, tl
 
 NO_TOP_K = float(1 << 30)  # exact in float32, and larger than any vocabulary
+_SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
 _BLOCK = 4096
 _LEAST_MASS = constant(1e-30)  # top_p = 0 keeps one token
 
 
-def has_truncation_kernel(logits: Tensor) -> bool:
-    """Whether `truncate_rows` runs for these logits. Its torch twin is in `speculation.sampling`."""
-    return on_gpu(logits)
-
-
-def truncate_rows(logits: Tensor, temperature: Tensor, limits: Tensor) -> Tensor:
+@op
+def truncate_rows(
+    logits: Tensor, temperature: Tensor, limits: Tensor, truncated: Tensor | None, floored: Tensor | None
+) -> Tensor:
     """The logits with -inf for tokens that top-k, then top-p, then min_p remove. Ties go to the smaller token id.
 
     Args:
-        logits: float32 [bs, rows, V], not modified. A row with NaN or +inf is returned as it is.
+        logits: float32 [bs, rows, V], not modified. The kernel returns a row with NaN or +inf as it is.
         temperature: float32 [bs]. Greedy requests (0) lose no token.
         limits: float32 [3, bs]: top_k (`NO_TOP_K`: off), top_p (1: off) and min_p (0: off).
+        truncated, floored: int64, the stochastic requests with top-k or top-p, and those with min_p; None: there are
+            none. The kernel reads the limits only.
     """
+    if truncated is not None:
+        logits = _restricted(logits, temperature, truncated, truncate, *limits[:2])
+    return above_min_ps(logits, temperature, limits, floored)
+
+
+def above_min_ps(logits: Tensor, temperature: Tensor, limits: Tensor, floored: Tensor | None) -> Tensor:
+    """The logits with -inf for tokens that min_p removes. Arguments: see `truncate_rows`."""
+    return logits if floored is None else _restricted(logits, temperature, floored, above_min_p, limits[2])
+
+
+def _restricted(
+    logits: Tensor, temperature: Tensor, requests: Tensor, kept: Callable[..., Tensor], *limits: Tensor
+) -> Tensor:
+    """The logits with -inf for tokens that `kept` removes, for some requests. `limits` belong to all requests.
+
+    It takes a few requests at a time, because sorting needs memory.
+    """
+    logits = logits.clone()
+    for some in requests.split(max(1, _SORTED_ROWS // logits.shape[1])):
+        heat, *limit = (x.index_select(0, some) for x in (temperature, *limits))
+        rows = logits.index_select(0, some)
+        dropped = kept(rows / heat[:, None, None], *limit) == float("-inf")
+        logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
+    return logits
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The logits with -inf outside the top-k, then outside the smallest set with renormalized mass >= top_p.
+
+    logits [n, rows, vocab] are already divided by the temperature. Ties go to the smaller token id.
+    """
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None, None], float("-inf"))
+    probs = ordered.softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    dropped = (mass_before >= top_p[:, None, None]) & (rank > 0)
+    return torch.empty_like(logits).scatter_(-1, tokens, ordered.masked_fill(dropped, float("-inf")))
+
+
+def above_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """The logits with -inf for tokens with less than min_p [n] times the best probability. Shapes as in `truncate`."""
+    least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None, None]
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+@truncate_rows.on("triton")
+def _launch_truncate(
+    logits: Tensor, temperature: Tensor, limits: Tensor, truncated: Tensor | None, floored: Tensor | None
+) -> Tensor:
     bs, rows, vocab_size = logits.shape
     flat = logits.reshape(bs * rows, vocab_size).contiguous()
     out = torch.empty_like(flat)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
-from eagle_server.ops.native.library import available, functions, pointer
+from eagle_server.ops.dispatch import op
+from eagle_server.ops.native.library import functions, pointer
 from eagle_server.ops.native.structs import TreeStruct
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
@@ -26,14 +26,9 @@ class Walk(NamedTuple):
     finite: Tensor  # bool [bs], whether all scores on the path are finite
 
 
+@op
 def walk_tree(
-    draft_token: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    mask: Tensor,
-    drawn: Tensor,
-    scores: Tensor,
-    steps: int,
+    draft_token: Tensor, parents: Tensor, depths: Tensor, mask: Tensor, drawn: Tensor, scores: Tensor, steps: int
 ) -> Walk:
     """The longest path from the root on which every node's token equals its parent's draw. Ties go to the first node.
 
@@ -50,18 +45,20 @@ def walk_tree(
         See `Walk`. Rejected nodes do not count for `finite`: a request must not fail where plain decoding would
         succeed.
     """
-    walk = _launch_walk if on_gpu(drawn) else _walk_native if available(drawn.device, torch.float32) else _walk_torch
-    return walk(draft_token, parents, depths, mask, drawn, scores, steps)
+    # A node is reached if it and all its ancestors equal their parents' draws.
+    agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
+    broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
+    reached_depth = depths.masked_fill(broken, -1)
+    accept_length, last = reached_depth.max(dim=1)
+    path, on_path = path_to(last, depths, mask, steps)
+    tokens = torch.where(path < 0, -1, drawn.gather(1, path.clamp(min=0)))
+    finite = (scores.isfinite() | ~on_path).all(dim=1)
+    return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
 
 
+@walk_tree.on("native")
 def _walk_native(
-    draft_token: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    mask: Tensor,
-    drawn: Tensor,
-    scores: Tensor,
-    steps: int,
+    draft_token: Tensor, parents: Tensor, depths: Tensor, mask: Tensor, drawn: Tensor, scores: Tensor, steps: int
 ) -> Walk:
     rows = (draft_token, parents, depths, mask, drawn, scores.isfinite())
     given = [tensor.contiguous() for tensor in rows]
@@ -71,26 +68,6 @@ def _walk_native(
     trees = TreeStruct(*map(pointer, given), size, steps)
     if functions().eagle_walk_trees(byref(trees), bs, *map(pointer, (path, accept_length, tokens, finite))):
         raise ValueError(f"a tree has a node deeper than {steps} steps, or a parent that is none of its {size} nodes")
-    return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
-
-
-def _walk_torch(
-    draft_token: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    mask: Tensor,
-    drawn: Tensor,
-    scores: Tensor,
-    steps: int,
-) -> Walk:
-    # A node is reached if it and all its ancestors equal their parents' draws.
-    agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
-    broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
-    reached_depth = depths.masked_fill(broken, -1)
-    accept_length, last = reached_depth.max(dim=1)
-    path, on_path = path_to(last, depths, mask, steps)
-    tokens = torch.where(path < 0, -1, drawn.gather(1, path.clamp(min=0)))
-    finite = (scores.isfinite() | ~on_path).all(dim=1)
     return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
 
 
@@ -112,14 +89,9 @@ def path_to(last: Tensor, depths: Tensor, mask: Tensor, steps: int) -> tuple[Ten
     return path[:, :-1], on_path
 
 
+@walk_tree.on("triton")
 def _launch_walk(
-    draft_token: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    mask: Tensor,
-    drawn: Tensor,
-    scores: Tensor,
-    steps: int,
+    draft_token: Tensor, parents: Tensor, depths: Tensor, mask: Tensor, drawn: Tensor, scores: Tensor, steps: int
 ) -> Walk:
     bs, size = parents.shape
     path = torch.empty(bs, steps + 1, dtype=torch.int64, device=drawn.device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
 _BLOCK = 1024  # elements of one feature that a program copies
 
 
+@op
 def store_accepted(
     features: Tensor, path: Tensor, tokens: Tensor, rows: Tensor, stored_tokens: Tensor, stored_features: Tensor
 ) -> Tensor:
@@ -25,13 +26,6 @@ def store_accepted(
     Returns:
         the paths' features [bs, w, F].
     """
-    store = _launch_store if on_gpu(features) else _store_torch
-    return store(features, path, tokens, rows, stored_tokens, stored_features)
-
-
-def _store_torch(
-    features: Tensor, path: Tensor, tokens: Tensor, rows: Tensor, stored_tokens: Tensor, stored_features: Tensor
-) -> Tensor:
     bs, width = path.shape
     first = torch.arange(0, len(features), len(features) // bs, device=path.device)
     nodes = first[:, None] + path.clamp(min=0)
@@ -41,6 +35,7 @@ def _store_torch(
     return chosen
 
 
+@store_accepted.on("triton")
 def _launch_store(
     features: Tensor, path: Tensor, tokens: Tensor, rows: Tensor, stored_tokens: Tensor, stored_features: Tensor
 ) -> Tensor:

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
 
 _COLUMNS = 32  # window columns of one tile
@@ -30,6 +30,7 @@ _LOG2_E = constant(math.log2(math.e))
 _FEW = 128  # up to this many (row, shared head) pairs, tiles are small, so that there are more programs
 
 
+@op
 def tree_block_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -52,21 +53,6 @@ def tree_block_attention(
         prefix: (o [bs * R, H, Dv], lse float32 [bs * R, H]) of the prefix, or None if there is none.
         out: [bs * R, H, Dv]. A row that sees no column gets the prefix alone, or zeros without a prefix.
     """
-    attend = _launch_block if on_gpu(q) else tree_block_attention_torch
-    return attend(q, k_pool, v_pool, slots, mask, scale, prefix, out)
-
-
-def tree_block_attention_torch(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
-    mask: Tensor,
-    scale: float,
-    prefix: tuple[Tensor, Tensor] | None,
-    out: Tensor,
-) -> Tensor:
-    """The torch twin of `tree_block_attention`, in float32, or in float64 if q is."""
     bs, rows, width = mask.shape
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     shared = heads // kv_heads
@@ -97,6 +83,7 @@ def tree_block_attention_torch(
     return out.copy_(result)
 
 
+@op
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merge a sink of each head into an attention state, in place. sinks: float32 [H], scores before the softmax.
 
@@ -104,11 +91,6 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
         out = out * 2^lse / (2^lse + e^sink),   lse = log2(2^lse + e^sink)
     """
-    (_launch_sinks if on_gpu(out) else add_sinks_torch)(out, lse, sinks)
-
-
-def add_sinks_torch(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """The torch twin of `add_sinks`."""
     merged, total = merge_states(
         out, lse, torch.zeros_like(out), (sinks * math.log2(math.e)).to(lse.dtype).expand_as(lse)
     )
@@ -127,6 +109,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return (parts[0] + parts[1]) / total.masked_fill(total == 0, 1)[..., None], top + total.log2()
 
 
+@add_sinks.on("triton")
 def _launch_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """One program per row and head."""
     rows, heads, dim = out.shape
@@ -151,6 +134,7 @@ def _sinks_kernel(out, lse, sinks, out_row, out_head, lse_row, lse_head, dim, SI
     tl.store(place, top + tl.log2(total))
 
 
+@tree_block_attention.on("triton")
 def _launch_block(
     q: Tensor,
     k_pool: Tensor,

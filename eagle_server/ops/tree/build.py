@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
-from eagle_server.ops.native.library import available, functions, pointer
+from eagle_server.ops.dispatch import op
+from eagle_server.ops.native.library import functions, pointer
 from eagle_server.ops.tree.candidates import CandidatePool, best_candidates, best_of, ordered
 from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
 
@@ -28,14 +28,13 @@ class SelectedNodes(NamedTuple):
     guesses: Tensor  # float32 [bs, D - 1]
 
 
+@op
 def select_nodes(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, count: int) -> SelectedNodes:
     """The `count` candidates with the best scores. Ties go to the lower number, and NaN counts as -inf.
 
     A child must not score above its parent. Then the best are closed under ancestors, and parents come before children.
     verified_id, seq_lens: int64 [bs], the roots and their positions.
     """
-    if on_gpu(verified_id) and count > 0 and pool.size <= _POOL:
-        return _launch_select(verified_id, seq_lens, pool, count)
     topk = pool.topk
     parts = zip(pool.first, pool.later, strict=True)
     tokens, scores, guesses = (torch.cat([first, later], 1) for first, later in parts)
@@ -49,6 +48,7 @@ def select_nodes(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, cou
     return SelectedNodes(tokens, parents, depths, seq_lens[:, None] + depths, mask, best.scores, best.guesses)
 
 
+@op
 def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Link each request's selected tokens into a tree of D = n + 1 nodes. Node 0 is the root.
 
@@ -64,11 +64,16 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int
     Returns:
         parents int64 [bs, D] (-1 at the root), depths int64 [bs, D], mask bool [bs, D, D] (True: ancestor or self).
     """
-    if on_gpu(selected_index) and selected_index.shape[1]:
-        return _launch_link(selected_index, parent_list, topk, steps)
-    if available(selected_index.device, torch.float32):
-        return _link_native(selected_index, parent_list, topk)
-    return _link_torch(selected_index, parent_list, topk, steps)
+    bs, drafted = selected_index.shape
+    parents = torch.full((bs, drafted + 1), -1, dtype=torch.int64, device=selected_index.device)
+    if drafted:
+        group = torch.div(selected_index, topk, rounding_mode="floor")
+        parent_pool = parent_list.gather(1, group)  # pool index of the parent, -1 for the root
+        # The selection is ascending, so a binary search finds the parent's place in it. Node = place + 1.
+        place = torch.searchsorted(selected_index, parent_pool) + 1
+        parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
+    mask, depths = ancestors(parents, steps)
+    return parents, depths, mask
 
 
 def ancestors(parents: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -89,20 +94,8 @@ def ancestors(parents: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     return mask, mask.sum(-1) - 1
 
 
-def _link_torch(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    bs, drafted = selected_index.shape
-    parents = torch.full((bs, drafted + 1), -1, dtype=torch.int64, device=selected_index.device)
-    if drafted:
-        group = torch.div(selected_index, topk, rounding_mode="floor")
-        parent_pool = parent_list.gather(1, group)  # pool index of the parent, -1 for the root
-        # The selection is ascending, so a binary search finds the parent's place in it. Node = place + 1.
-        place = torch.searchsorted(selected_index, parent_pool) + 1
-        parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
-    mask, depths = ancestors(parents, steps)
-    return parents, depths, mask
-
-
-def _link_native(selected_index: Tensor, parent_list: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+@link_tree.on("native")
+def _link_native(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     (bs, drafted), groups = selected_index.shape, parent_list.shape[1]
     parents, depths = selected_index.new_empty(bs, drafted + 1), selected_index.new_empty(bs, drafted + 1)
     mask = torch.empty(bs, drafted + 1, drafted + 1, dtype=torch.bool, device=parents.device)
@@ -113,6 +106,7 @@ def _link_native(selected_index: Tensor, parent_list: Tensor, topk: int) -> tupl
     return parents, depths, mask
 
 
+@link_tree.on("triton", when=lambda selected_index, *_: selected_index.shape[1] > 0)
 def _launch_link(selected_index: Tensor, parent_list: Tensor, topk: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     bs, drafted = selected_index.shape
     size = drafted + 1
@@ -136,6 +130,7 @@ def _launch_link(selected_index: Tensor, parent_list: Tensor, topk: int, steps: 
     return parents, depths, mask
 
 
+@select_nodes.on("triton", when=lambda verified_id, seq_lens, pool, count: count > 0 and pool.size <= _POOL)
 def _launch_select(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, count: int) -> SelectedNodes:
     bs, size = len(verified_id), count + 1
     depths = verified_id.new_empty(bs, size)

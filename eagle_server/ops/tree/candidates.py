@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 _ONE_WARP = 1024  # up to this many candidates one warp counts them, without barriers
@@ -92,6 +92,7 @@ class BestCandidates(NamedTuple):
     guesses: Tensor | None  # float32
 
 
+@op
 def best_children(
     scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, chosen: Tensor | None = None
 ) -> BestChildren:
@@ -104,12 +105,17 @@ def best_children(
             its own one: column step * topk + its place.
         chosen: where to write the chosen ones, int64 [bs, topk], rows of any stride.
     """
-    if chosen is None:
-        chosen = tokens.new_empty(tokens.shape[:2])
-    best = _launch_children if on_gpu(scores) else _children_torch
-    return best(scores, tokens, ancestor_mask, step, chosen)
+    bs, topk, _ = scores.shape
+    best, found = scores.flatten(1).topk(topk, dim=1)
+    chosen = found if chosen is None else chosen.copy_(found)
+    parent = torch.div(chosen, topk, rounding_mode="floor")  # [bs, topk]
+    base = torch.arange(0, bs * topk, topk, device=parent.device)[:, None]
+    mask = ancestor_mask.gather(1, parent[:, :, None].expand(-1, -1, ancestor_mask.shape[2]))
+    mask[:, :, step * topk : (step + 1) * topk] = torch.eye(topk, dtype=torch.bool, device=parent.device)
+    return BestChildren(best, tokens.flatten(1).gather(1, chosen), chosen, (parent + base).view(-1), mask)
 
 
+@op
 def best_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, count: int) -> BestCandidates:
     """The `count` candidates with the best scores. Ties go to the lower index, and NaN counts as -inf.
 
@@ -119,23 +125,6 @@ def best_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, coun
         guesses: float32 [bs, n] or None, selected along with the tokens.
     """
     assert count <= scores.shape[1]
-    if on_gpu(scores) and count:
-        return _launch_candidates(scores, tokens, guesses, count)
-    return _candidates_torch(scores, tokens, guesses, count)
-
-
-def _children_torch(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, out: Tensor) -> BestChildren:
-    bs, topk, _ = scores.shape
-    best, chosen = scores.flatten(1).topk(topk, dim=1)
-    out.copy_(chosen)
-    parent = torch.div(chosen, topk, rounding_mode="floor")  # [bs, topk]
-    base = torch.arange(0, bs * topk, topk, device=parent.device)[:, None]
-    mask = ancestor_mask.gather(1, parent[:, :, None].expand(-1, -1, ancestor_mask.shape[2]))
-    mask[:, :, step * topk : (step + 1) * topk] = torch.eye(topk, dtype=torch.bool, device=parent.device)
-    return BestChildren(best, tokens.flatten(1).gather(1, chosen), out, (parent + base).view(-1), mask)
-
-
-def _candidates_torch(scores: Tensor, tokens: Tensor, guesses: Tensor | None, count: int) -> BestCandidates:
     scores = scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
     selected = order.sort(dim=1).values
@@ -143,14 +132,17 @@ def _candidates_torch(scores: Tensor, tokens: Tensor, guesses: Tensor | None, co
     return BestCandidates(selected, *best)  # type: ignore[arg-type]
 
 
-def _launch_children(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, chosen: Tensor) -> BestChildren:
+@best_children.on("triton")
+def _launch_children(
+    scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step: int, chosen: Tensor | None = None
+) -> BestChildren:
     bs, topk, _ = scores.shape
     width = ancestor_mask.shape[2]
     scores, tokens = (dense_families(part) for part in (scores, tokens))
     best = BestChildren(
         scores=torch.empty(bs, topk, dtype=torch.float32, device=scores.device),
         tokens=tokens.new_empty(bs, topk),
-        chosen=chosen,
+        chosen=tokens.new_empty(bs, topk) if chosen is None else chosen,
         rows=tokens.new_empty(bs * topk),
         ancestor_mask=torch.empty(bs, topk, width, dtype=torch.bool, device=scores.device),
     )
@@ -158,7 +150,7 @@ def _launch_children(scores: Tensor, tokens: Tensor, ancestor_mask: Tensor, step
     _children_kernel[bs,](
         *(scores, tokens, seen, *seen.stride()),
         *(best.scores, best.tokens, best.chosen, best.rows, best.ancestor_mask.view(torch.uint8)),
-        *(topk, width, step * topk, scores.stride(0), tokens.stride(0), chosen.stride(0)),
+        *(topk, width, step * topk, scores.stride(0), tokens.stride(0), best.chosen.stride(0)),
         CHILDREN=power_of_two(topk * topk),
         WIDTH=power_of_two(width),
         num_warps=1,
@@ -171,6 +163,7 @@ def dense_families(children: Tensor) -> Tensor:
     return children if children.stride()[1:] == (children.shape[2], 1) else children.contiguous()
 
 
+@best_candidates.on("triton", when=lambda scores, tokens, guesses, count: count > 0)
 def _launch_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, count: int) -> BestCandidates:
     bs, size = scores.shape
     selected = torch.empty(bs, count, dtype=torch.int64, device=scores.device)

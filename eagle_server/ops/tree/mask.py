@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from eagle_server.ops.device import on_gpu
+from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import jit, tl
 
 _BLOCK = 128  # bytes
@@ -13,44 +15,30 @@ _SPLITS = 16  # programs per request
 _REQUESTS = 64  # requests whose lengths are added up at once
 
 
+class SlidingWindow(NamedTuple):
+    """How many positions a row sees, and where rows and the window's columns are."""
+
+    size: int  # above 0
+    row_depths: Tensor  # int64 [bs, R]
+    column_depths: Tensor  # int64 [bs, W]
+
+
+@op
 def pack_tree_mask(
-    window: Tensor,
-    kv_lens: Tensor,
-    out: Tensor,
-    mask_indptr: Tensor,
-    *,
-    sliding: int = 0,
-    row_depths: Tensor | None = None,
-    column_depths: Tensor | None = None,
+    window: Tensor, kv_lens: Tensor, out: Tensor, mask_indptr: Tensor, sliding: SlidingWindow | None = None
 ) -> None:
     """Extend the mask of the query window to the whole KV and pack it, one bit per KV slot (1 = attend).
 
     Each request has R rows of kv_len bits, row-major, little-endian, and starts at a byte of its own. All rows see the
-    kv_len - W columns of the prefix, unless there is a sliding window of `sliding` > 0 positions. Then row i, at
-    position p = kv_len - W + row_depths[i], sees only positions above p - sliding.
+    kv_len - W columns of the prefix, unless there is a sliding window. Then row i, at position
+    p = kv_len - W + row_depths[i], sees only positions above p - size.
 
     Args:
         window: bool [bs, R, W], True = attend.
         kv_lens: int32 or int64 [bs], including the window.
         out: uint8 [capacity], capacity at least sum(ceil(R * kv_len / 8)). Bytes after that are not written.
         mask_indptr: int32 [bs + 1]; receives the byte offsets of the requests.
-        row_depths, column_depths: int64 [bs, R] and [bs, W], required with `sliding`.
     """
-    if sliding and (row_depths is None or column_depths is None):
-        raise ValueError("a sliding window is counted by depth: row_depths and column_depths are needed")
-    launch = _launch_pack if on_gpu(out) else _pack_torch
-    launch(window, kv_lens, out, mask_indptr, sliding, row_depths, column_depths)
-
-
-def _pack_torch(
-    window: Tensor,
-    kv_lens: Tensor,
-    out: Tensor,
-    mask_indptr: Tensor,
-    sliding: int,
-    row_depths: Tensor | None,
-    column_depths: Tensor | None,
-) -> None:
     bs, rows, width = window.shape
     kv_lens = kv_lens.long()
     mask_indptr[:1].zero_()
@@ -66,37 +54,31 @@ def _pack_torch(
     inside = row < rows
     row, tree_column = row.clamp(max=rows - 1), column.clamp(min=0)
     visible = inside & ((column < 0) | window[request, row, tree_column])
-    if row_depths is not None and column_depths is not None and sliding:
+    if sliding is not None:
         # Depth counts from the start of the window, so it is negative in the prefix.
-        depth = torch.where(column < 0, column, column_depths[request, tree_column])
-        visible &= depth > row_depths[request, row] - sliding
+        depth = torch.where(column < 0, column, sliding.column_depths[request, tree_column])
+        visible &= depth > sliding.row_depths[request, row] - sliding.size
     packed = (visible.int() << bit.int()).sum(1).to(torch.uint8)
     out.copy_(torch.where(place < mask_indptr[-1], packed, out))
 
 
+@pack_tree_mask.on("triton")
 def _launch_pack(
-    window: Tensor,
-    kv_lens: Tensor,
-    out: Tensor,
-    mask_indptr: Tensor,
-    sliding: int,
-    row_depths: Tensor | None,
-    column_depths: Tensor | None,
+    window: Tensor, kv_lens: Tensor, out: Tensor, mask_indptr: Tensor, sliding: SlidingWindow | None = None
 ) -> None:
     bs, rows, width = window.shape
     bits = window.contiguous().view(torch.uint8)
-    slides = row_depths is not None and column_depths is not None and sliding > 0
+    size, *depths = (0, bits, bits) if sliding is None else (sliding.size, *(each.contiguous() for each in sliding[1:]))
     _pack_kernel[bs, _SPLITS](
         bits,
         kv_lens,
-        row_depths.contiguous() if slides and row_depths is not None else bits,
-        column_depths.contiguous() if slides and column_depths is not None else bits,
+        *depths,
         out,
         mask_indptr,
         rows,
         width,
-        sliding,
-        SLIDES=slides,
+        size,
+        SLIDES=sliding is not None,
         REQUESTS=_REQUESTS,
         SPLITS=_SPLITS,
         BLOCK=_BLOCK,

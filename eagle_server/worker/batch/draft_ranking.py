@@ -19,9 +19,10 @@ from torch import Tensor
 
 from eagle_server.ops.device import upload
 from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
+from eagle_server.ops.sampling.truncate import above_min_ps
 from eagle_server.ops.tree.candidates import Children
 from eagle_server.plan import Decode
-from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
+from eagle_server.speculation.sampling import SamplingBatch, transformed
 from eagle_server.speculation.transforms import allowed_by
 from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
@@ -203,13 +204,13 @@ class SamplingParameters:
         Transforms take target ids, so they see the logits of the target's vocabulary: -inf for all other tokens. Top-k
         and top-p would need a sort, and hardly help.
         """
-        rows = logits.float().unflatten(0, (len(positions), -1))
-        if self.sampling.transforms:
+        rows, sampling = logits.float().unflatten(0, (len(positions), -1)), self.sampling
+        if sampling.transforms:
             target_ids = torch.arange(logits.shape[1], device=logits.device) if vocabulary is None else vocabulary
             wide = rows.new_full((*rows.shape[:2], self.vocab_size), _OFF).index_copy_(2, target_ids, rows)
             where = positions[:, None].expand(-1, rows.shape[1])
-            rows = transformed(wide, where, self.sampling).index_select(2, target_ids)
-        kept: Tensor = above_min_ps(rows, self.sampling).flatten(0, 1)
+            rows = transformed(wide, where, sampling).index_select(2, target_ids)
+        kept: Tensor = above_min_ps(rows, sampling.all_temperature, sampling.limits, sampling.floored).flatten(0, 1)
         return kept
 
 

@@ -23,6 +23,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import fused
 from eagle_server.ops.fused import AngleRows, AngleTable
 from tests.support.fused_kernels import fake_flashinfer, use_kernel_branch
+from tests.support.kernels import each_variant
 
 CPU = torch.device("cpu")
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -32,20 +33,22 @@ def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+@each_variant(fused.add_rms_norm, fused.rms_norm, fused.owned)
 @pytest.mark.parametrize("size", [1, 24, 129])
-def test_the_norm_after_an_addition_is_the_norm_of_the_sum(size):
+def test_the_norm_after_an_addition_is_the_norm_of_the_sum(variant, size):
     x, residual, weight = normal(5, size), normal(5, size, seed=1), normal(size, seed=2)
     kept = x.clone(), residual.clone()
-    normed, stream = fused.add_rms_norm(x, residual, weight, 1e-6)
+    normed, stream = fused.add_rms_norm(fused.owned(x), fused.owned(residual), weight, 1e-6)
     assert torch.equal(stream, kept[0] + kept[1])
     assert torch.equal(normed, fused.rms_norm(stream, weight, 1e-6))
     exact = stream.double() / (stream.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     torch.testing.assert_close(normed.double(), exact, rtol=1e-5, atol=1e-5)
-    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1]), "the twin overwrites nothing"
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1]), "what is owned is a copy, if it is overwritten"
 
 
+@each_variant(fused.add_rms_norm, fused.rms_norm)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_with_an_offset_multiplies_by_the_sum_before_it_rounds(dtype):
+def test_a_norm_with_an_offset_multiplies_by_the_sum_before_it_rounds(variant, dtype):
     x, residual, weight = (normal(*size, seed=i, dtype=dtype) for i, size in enumerate([(5, 24), (5, 24), (24,)]))
     wide = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.float())
     torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6, 1.0), wide.to(dtype))
@@ -53,14 +56,16 @@ def test_a_norm_with_an_offset_multiplies_by_the_sum_before_it_rounds(dtype):
     assert torch.equal(normed, fused.rms_norm(stream, weight, 1e-6, 1.0))
 
 
+@each_variant(fused.gelu_tanh_mul)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gate_of_gemma_is_gelu_of_the_first_half_times_the_second(dtype):
+def test_the_gate_of_gemma_is_gelu_of_the_first_half_times_the_second(variant, dtype):
     gate_up = normal(3, 14, dtype=dtype)
     assert torch.equal(fused.gelu_tanh_mul(gate_up), F.gelu(gate_up[:, :7], approximate="tanh") * gate_up[:, 7:])
 
 
+@each_variant(fused.silu_mul)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gate_is_silu_of_the_first_half_times_the_second(dtype):
+def test_the_gate_is_silu_of_the_first_half_times_the_second(variant, dtype):
     gate_up = normal(3, 14, dtype=dtype)
     assert torch.equal(fused.silu_mul(gate_up), F.silu(gate_up[:, :7]) * gate_up[:, 7:])
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
-from eagle_server.ops import indices
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
-from tests.support.kernels import DEVICE, each_way, generator, on_device
+from tests.support.kernels import DEVICE, each_variant, generator, on_device
 
 UNTOUCHED = -7
 
@@ -23,17 +22,16 @@ def page_table(bs: int, width: int) -> tuple[Tensor, Tensor]:
     return on_device(table, torch.randperm(bs + 3, generator=source)[:bs])
 
 
-@each_way
+@each_variant(build_kv_indices)
 @pytest.mark.parametrize("lens_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("bs", "width"), [(1, 5), (3, 40), (5, 1100), (131, 3)])
 def test_the_slots_of_each_request_are_in_token_order(
-    way: str, bs: int, width: int, lens_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    variant: str, bs: int, width: int, lens_type: torch.dtype
 ) -> None:
     table, req_pool_indices = page_table(bs, width)
     kv_lens = torch.randint(0, width + 1, (bs,), generator=generator(width)).to(lens_type).to(DEVICE)
     kv_lens[0] = width
     out = torch.full((bs * width + 9,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
     kv_indptr = build_kv_indices(table, req_pool_indices, kv_lens, out)
     assert kv_indptr.dtype is torch.int32
     assert kv_indptr.tolist() == [0, *itertools.accumulate(kv_lens.tolist())]
@@ -50,12 +48,9 @@ def test_a_view_of_a_wider_table_is_accepted() -> None:
     assert out.tolist() == [12, 13, 14, 0, 1]
 
 
-@each_way
+@each_variant(window_slots)
 @pytest.mark.parametrize(("bs", "width", "count", "offset"), [(1, 9, 1, 0), (3, 40, 7, 2), (4, 1100, 700, -3)])
-def test_a_windows_slots_are_those_of_its_positions(
-    way: str, bs: int, width: int, count: int, offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
+def test_a_windows_slots_are_those_of_its_positions(variant: str, bs: int, width: int, count: int, offset: int) -> None:
     table, req_pool_indices = page_table(bs, width)
     starts = torch.randint(max(0, -offset), width - count - max(0, offset) + 1, (bs,), generator=generator(width))
     found = window_slots(table, req_pool_indices, starts.to(DEVICE), count, offset=offset)
@@ -73,10 +68,10 @@ def beam(bs: int, topk: int, step: int) -> Tensor:
     return ancestor_mask.scatter(3, choice, value=True).flatten(2)
 
 
-@each_way
+@each_variant(build_draft_decode_kv_indices)
 @pytest.mark.parametrize(("bs", "topk", "step", "width"), [(1, 1, 0, 6), (3, 4, 2, 50), (5, 3, 4, 700), (2, 8, 5, 64)])
 def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
-    way: str, bs: int, topk: int, step: int, width: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, bs: int, topk: int, step: int, width: int
 ) -> None:
     table, req_pool_indices = page_table(bs, width)
     ancestor_mask = beam(bs, topk, step)
@@ -90,7 +85,6 @@ def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
         expected.append(table[req_pool_indices[b]].cpu()[read])
         ends.append(ends[-1] + len(read))
     out = torch.full((bs * topk * width,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
     lens, ancestor_mask = on_device(seq_lens, ancestor_mask)
     kv_indptr = build_draft_decode_kv_indices(table, req_pool_indices, lens, ancestor_mask, seen, out)
     assert kv_indptr.dtype is torch.int32
@@ -104,10 +98,9 @@ def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
     assert torch.equal(kv_indptr, indptr)
 
 
-@each_way
-def test_the_worked_examples_second_draft_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_variant(build_draft_decode_kv_indices)
+def test_the_worked_examples_second_draft_step(variant: str) -> None:
     """Sections 4 and 5 of the reference: both nodes are children of the first node of the previous level."""
-    monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
     table = torch.arange(100, 120, dtype=torch.int32, device=DEVICE).view(2, 10)
     ancestor_mask = torch.tensor([[[1, 0, 1, 0], [1, 0, 0, 1]]], dtype=torch.bool)
     req_pool_indices, lens, ancestor_mask = on_device(torch.tensor([1]), torch.tensor([4]), ancestor_mask)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
-from eagle_server.ops import kv_move
-from tests.support.kernels import DEVICE, every_way, generator, on_device, take
+from eagle_server.ops.kv_move import keep_accepted
+from tests.support.kernels import DEVICE, each_variant, generator, on_device, take
 
 SLOTS = 97
 
@@ -31,12 +31,12 @@ def paths(bs: int, steps: int) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], T
     return (path, lens, rows, table), windows.gather(1, torch.where(path < 0, nodes, path)), windows[:, : steps + 1]
 
 
-@every_way
+@each_variant(keep_accepted)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("bs", "steps"), [(1, 1), (3, 5), (5, 6)])
 @pytest.mark.parametrize(("heads", "size"), [(None, 37), (2, 8), (3, 700)])
 def test_accepted_nodes_move_to_the_front(
-    way: str, dtype: torch.dtype, bs: int, steps: int, heads: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, dtype: torch.dtype, bs: int, steps: int, heads: int | None, size: int
 ) -> None:
     """Layout [2, layers, slots, heads, size], or [layers, slots, size]; 37 elements are not a multiple of any word."""
     shape = (2, SLOTS, size) if heads is None else (2, 2, SLOTS, heads, size)
@@ -46,8 +46,7 @@ def test_accepted_nodes_move_to_the_front(
     words = before.view(torch.uint8)
     expected = words.clone().index_copy_(slot_dim, target.flatten(), words.index_select(slot_dim, source.flatten()))
     data = before.to(DEVICE)
-    take(way, monkeypatch, kv_move)
-    kv_move.keep_accepted(data, slot_dim, *on_device(*arguments))
+    keep_accepted(data, slot_dim, *on_device(*arguments))
     assert torch.equal(data.view(torch.uint8).cpu(), expected)
 
 
@@ -84,11 +83,11 @@ def test_the_native_move_refuses_what_its_tables_do_not_hold(
     argument: int, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node of the path, a length, a row of the page table, or a slot in it."""
-    take("native", monkeypatch, kv_move)
+    take("native", monkeypatch)
     arguments, *_ = paths(3, 5)
     data = torch.randn(2, SLOTS, 3)
     before = data.clone()
     arguments[argument][0, ...] = value
     with pytest.raises(IndexError, match="beyond"):
-        kv_move.keep_accepted(data, 1, *arguments)
+        keep_accepted(data, 1, *arguments)
     assert torch.equal(data, before)

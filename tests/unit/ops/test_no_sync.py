@@ -20,7 +20,7 @@ from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.accepted import store_accepted
 from eagle_server.ops.tree.build import link_tree, select_nodes
 from eagle_server.ops.tree.candidates import CandidatePool, Children, best_candidates, best_children
-from eagle_server.ops.tree.mask import pack_tree_mask
+from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
 from tests.support.reference import verify_tree_greedy
 
 
@@ -42,7 +42,7 @@ def test_no_twin_reads_a_value() -> None:
     assert build_draft_decode_kv_indices(table, lens, lens, ancestor_mask, 2, indices).shape == (bs * topk + 1,)
     keep_accepted(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), lens, lens, table)
     out = valueless(100, dtype=torch.uint8)
-    pack_tree_mask(mask, lens, out, indptr, sliding=4, row_depths=nodes, column_depths=nodes)
+    pack_tree_mask(mask, lens, out, indptr, SlidingWindow(4, nodes, nodes))
     parents, depths, ancestors = link_tree(nodes[:, 1:], valueless(bs, topk * (steps - 1) + 1), topk, steps)
     assert (parents.shape, depths.shape, ancestors.shape) == ((bs, size), (bs, size), (bs, size, size))
     links = retrive_links(parents)

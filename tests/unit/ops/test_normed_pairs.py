@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagle_server.ops import normed_pairs as module
 from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
 from tests.support.covering import covering
-from tests.support.kernels import DEVICE, each_way, generator, take
+from tests.support.kernels import DEVICE, each_variant, generator, take
 
 VOCAB, EPS = 30, 1e-5
 
 
-@each_way
+@each_variant(normed_pairs)
 @pytest.mark.parametrize(
     ("rows", "size", "keeps_normed", "has_parents", "dtype"),
     covering(
@@ -22,16 +21,14 @@ VOCAB, EPS = 30, 1e-5
     ),
 )
 def test_one_call_embeds_norms_and_joins(
-    way: str,
+    variant: str,
     rows: int,
     size: int,
     keeps_normed: bool,
     has_parents: bool,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From rows of a wider embedding, and from hidden states that every second row of a tensor holds."""
-    take(way, monkeypatch, module)
     source = generator(rows, size)
     embed = torch.randn(VOCAB, size + 3, generator=source).to(DEVICE, dtype)[:, :size]
     hidden = torch.randn(2 * rows, size, generator=source).to(DEVICE, dtype)[::2]
@@ -49,13 +46,13 @@ def test_one_call_embeds_norms_and_joins(
     torch.testing.assert_close(pairs.float(), torch.cat(halves, dim=1), **close)
     assert torch.equal(residual, pairs[:, size:] if keeps_normed else read)
     assert torch.equal(hidden, before)
-    if way == "kernel":
+    if variant == "triton":
         assert residual.data_ptr() != hidden.data_ptr(), "the caller may overwrite the residual stream"
 
 
 def test_training_takes_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has no gradient."""
-    take("kernel", monkeypatch, module)
+    take("triton", monkeypatch)
     weight = torch.ones(4, requires_grad=True)
     norms = PairNorms(weight, weight, EPS)
     pairs, _ = normed_pairs(torch.tensor([1]), torch.randn(3, 4), torch.randn(1, 4), norms, keeps_normed=False)

@@ -14,7 +14,7 @@ from eagle_server.ops import prefill_plan
 from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
 from tests.support.flashinfer_cpp import Planner
 from tests.support.flashinfer_planner import Planned, write_plan
-from tests.support.kernels import DEVICE, each_way
+from tests.support.kernels import DEVICE, each_variant
 
 WORKSPACE = 1 << 18
 LONGEST = 3000
@@ -129,16 +129,15 @@ def test_the_emulated_planner_is_flashinfers(planner: Planner) -> None:
         assert torch.equal(found, expected)
 
 
-@each_way
+@each_variant(plan_prefill)
 @pytest.mark.parametrize("smallest", [4, prefill_plan.SMALLEST_CHUNK])
 def test_twin_and_kernel_write_the_emulated_planners_arrays(
-    way: str, smallest: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, smallest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_plan, "on_gpu", lambda _: way == "kernel")
     monkeypatch.setattr(prefill_plan, "SMALLEST_CHUNK", smallest)
     monkeypatch.setattr("tests.support.flashinfer_planner.SMALLEST_CHUNK", smallest)
     rng = random.Random(8)
-    for given, bs, rows in batches(3, 8 if way == "kernel" else 50):  # the interpreter is slow
+    for given, bs, rows in batches(3, 8 if variant == "triton" else 50):  # the interpreter is slow
         lens, first, qo_indptr = lengths_of(rng, bs), lengths_of(rng, bs), indptr([rows] * bs)
         given = uniform(given, rows)
         expected, found = (torch.zeros(WORKSPACE, dtype=torch.uint8) for _ in range(2))

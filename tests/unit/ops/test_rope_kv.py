@@ -10,11 +10,11 @@ from torch import Tensor
 from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.models.config import RopeConfig
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops import fused, rope_kv
+from eagle_server.ops import fused
 from eagle_server.ops.fused import AngleRows, AngleTable
 from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
 from tests.support.covering import covering
-from tests.support.kernels import DEVICE, each_way, generator, take
+from tests.support.kernels import DEVICE, each_variant, generator
 
 SLOTS, CONTEXT = 40, 64
 
@@ -28,7 +28,7 @@ def rotations(positions: Tensor, dim: int, rotary: int) -> tuple[AngleTable, Ang
     return AngleTable(positions, rope._kernel_table()), rows
 
 
-@each_way
+@each_variant(rotate_and_write)
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "rotary", "offset", "dtype"),
     covering(
@@ -40,7 +40,7 @@ def rotations(positions: Tensor, dim: int, rotary: int) -> tuple[AngleTable, Ang
     ),
 )
 def test_one_call_norms_rotates_and_writes(
-    way: str,
+    variant: str,
     rows: int,
     heads: int,
     kv_heads: int,
@@ -48,10 +48,8 @@ def test_one_call_norms_rotates_and_writes(
     rotary: int,
     offset: float | None,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From a view of a wider projection, into one layer of a pool, at shuffled slots. No `offset`: no norms."""
-    take(way, monkeypatch, rope_kv)
     source = generator(rows, dim)
     pool = KVPool([KVShape(kv_heads, dim)] * 3, SLOTS, dtype, DEVICE)
     data = pool.groups[0].fill_(7.0)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from eagle_server.ops.sampling import draw as draw_module
 from eagle_server.ops.sampling.gumbel import gumbel
+from eagle_server.ops.sampling.truncate import truncate
 from eagle_server.plan import RequestSampling
 from eagle_server.speculation.random import request_key
-from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows, truncate
+from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows
 from tests.support.sampling import changed, request_sampling
 from tests.support.scoring import token_probs
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_server.ops.sampling.truncate import above_min_p
 from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation import transforms
 from eagle_server.speculation.bad_words import PATH_START, WordBeginnings
-from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
+from eagle_server.speculation.sampling import SamplingBatch, draw, transformed
 from eagle_server.worker.batch.penalizer_state import PenalizerStates
 from tests.support import sampling_reference as reference
 from tests.support.sampling import request_sampling

@@ -14,7 +14,7 @@ from eagle_server.cache.states import StatePool
 from eagle_server.ops.recurrent import kernels as recurrent_kernels
 from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
 from eagle_server.speculation.tree import Tree, compacted
-from tests.support.kernels import DEVICE, climb, generator, needs_triton, on_device, random_parents, take
+from tests.support.kernels import DEVICE, climb, generator, needs_triton, on_device, random_parents
 from tests.unit.ops.recurrent.test_nodes import SHAPES, close, random_layer, rows
 
 WIDE = RecurrentShape(key_heads=1, value_heads=2, key_dim=12, value_dim=72, kernel=4)  # two blocks of value columns
@@ -101,7 +101,7 @@ def test_trees_and_accepted_paths_equal_the_twins(
     """Texts of 1 token and more; then trees, which are kept along paths of every length, none included."""
     torch.manual_seed(size)
     shape, tolerance = KINDS[kind], 3e-5
-    take("twin", monkeypatch, recurrent_kernels)
+    monkeypatch.setattr(recurrent_kernels, "on_gpu", lambda _: False)
     layers = [random_layer(shape, dtype, index) for index in range(LAYERS)]
     exact, requests = pool_of(shape, torch.float64, torch.device("cpu")), torch.randperm(POOL_ROWS)[:bs]
     for layer in layers:
@@ -116,9 +116,9 @@ def test_trees_and_accepted_paths_equal_the_twins(
         x, gates = rows(sum(counts), shape, dtype)
         expected = TreeRows(exact, tree, requests).run(x.double(), gates.double(), wide(layer))
         before = [part.clone() for part in states_of(pool)]
-        take("kernel", monkeypatch, recurrent_kernels)
+        monkeypatch.setattr(recurrent_kernels, "on_gpu", lambda _: True)
         out = TreeRows(pool, moved(tree), requests.to(DEVICE)).run(*on_device(x, gates), there(layer))
-        take("twin", monkeypatch, recurrent_kernels)
+        monkeypatch.setattr(recurrent_kernels, "on_gpu", lambda _: False)
         close(out.cpu(), expected, tolerance)
         for part, was in zip(states_of(pool), before, strict=True):
             torch.testing.assert_close(part, was, rtol=0, atol=0, equal_nan=True)
@@ -128,7 +128,7 @@ def test_trees_and_accepted_paths_equal_the_twins(
     longest = max(map(len, paths)) + 1
     path = torch.tensor([each + [-1] * (longest - len(each)) for each in paths])
     exact.keep(path, requests)
-    take("kernel", monkeypatch, recurrent_kernels)
+    monkeypatch.setattr(recurrent_kernels, "on_gpu", lambda _: True)
     pool.keep(*on_device(path, requests))
     for mine, theirs in zip(states_of(pool), states_of(exact), strict=True):
         close(mine[:, requests].cpu(), theirs[:, requests], tolerance)
@@ -137,7 +137,7 @@ def test_trees_and_accepted_paths_equal_the_twins(
 def test_padding_requests_share_a_row_and_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a captured graph: the batch ends with rows of padding, whose trees and paths mean nothing."""
     torch.manual_seed(0)
-    take("kernel", monkeypatch, recurrent_kernels)
+    monkeypatch.setattr(recurrent_kernels, "on_gpu", lambda _: True)
     shape = SHAPES["even"]
     layer, pool = random_layer(shape, torch.float32), pool_of(shape, torch.float32, DEVICE)
     for part in states_of(pool):
@@ -158,7 +158,7 @@ def test_padding_requests_share_a_row_and_leave_the_others_alone(monkeypatch: py
 
 
 def test_larger_trees_and_other_dtypes_are_left_to_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    take("kernel", monkeypatch, recurrent_kernels)
+    monkeypatch.setattr(recurrent_kernels, "on_gpu", lambda _: True)
     shape, states = SHAPES["even"], torch.empty(0)
     assert recurrent_kernels.computed(states, shape, 64)
     assert not recurrent_kernels.computed(states, shape, 65)

@@ -8,22 +8,18 @@ import math
 import pytest
 import torch
 
-from eagle_server.ops.sampling import correction
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
-from tests.support.kernels import each_way, generator, on_device, take
+from tests.support.kernels import each_variant, generator, on_device
 
 EDGES = [math.log(chance) for chance in (0.02, 0.1, 0.5, 0.9)]
 MOST = math.log(0.995)
 
 
-@each_way
+@each_variant(correct_guesses)
 @pytest.mark.parametrize(("bs", "nodes", "topk"), [(1, 1, 1), (3, 2, 4), (2, 64, 1), (5, 100, 3)])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_guess_is_corrected_by_the_ratio_of_its_bin(
-    way: str, bs: int, nodes: int, topk: int, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guess_is_corrected_by_the_ratio_of_its_bin(variant: str, bs: int, nodes: int, topk: int, depth: int) -> None:
     """As a view of a wider tensor, with guesses that are an edge, -inf or NaN."""
-    take(way, monkeypatch, correction)
     source = generator(bs, nodes)
     wide = torch.rand(bs, nodes + 3, topk, generator=source).log()
     wide[:, ::5], wide[:, 3::11], wide[:, 4::13] = EDGES[1], -math.inf, math.nan

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.sampling import draw, gumbel
+from eagle_server.ops.sampling.draw import draw_tokens
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.speculation import sampling
 from eagle_server.speculation.bad_words import ANY, PATH_START
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.transforms import PenalizerState
-from tests.support.kernels import DEVICE, every_way, generator, on_device, take
+from tests.support.kernels import DEVICE, each_variant, generator, on_device, take
 from tests.support.sampling import request_sampling
 from tests.support.trees import tree_of
 
@@ -29,38 +30,34 @@ def best_by_hand(logits: Tensor, keys: Tensor, positions: Tensor, temperature: T
     """Scores [n, V] in float64."""
     rows = []
     for row, t in enumerate(temperature.tolist()):
-        noise = gumbel._gumbel_torch(keys[row : row + 1], positions[row : row + 1], logits.shape[1])[0]
+        noise = gumbel.variants["torch"](keys[row : row + 1], positions[row : row + 1], logits.shape[1])[0]
         rows.append(logits[row].double() if t == 0 else logits[row].double() / t + noise.double())
     return torch.stack(rows)
 
 
-@every_way
+@each_variant(gumbel)
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 4099])
-def test_the_kernels_noise_is_the_twins(way: str, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(way, monkeypatch, gumbel)
+def test_the_kernels_noise_is_the_twins(variant: str, vocab: int) -> None:
     keys = torch.cat([keys_of(20), torch.tensor([0, -1, 2**63 - 1, -(2**63)])])
     positions = torch.arange(len(keys)) * 12345
     positions[:2] = torch.tensor([0, 2**40])
-    noise = gumbel.gumbel(*on_device(keys, positions), vocab).cpu()
-    torch.testing.assert_close(noise, gumbel._gumbel_torch(keys, positions, vocab), rtol=1e-6, atol=1e-6)
+    noise = gumbel(*on_device(keys, positions), vocab).cpu()
+    torch.testing.assert_close(noise, gumbel.variants["torch"](keys, positions, vocab), rtol=1e-6, atol=1e-6)
     ids = torch.randperm(vocab, generator=generator(vocab))[: vocab // 2 + 1]
-    picked = gumbel.gumbel(*on_device(keys, positions), len(ids), *on_device(ids)).cpu()
+    picked = gumbel(*on_device(keys, positions), len(ids), *on_device(ids)).cpu()
     assert torch.equal(picked, noise[:, ids])
 
 
-@every_way
+@each_variant(draw_tokens)
 @pytest.mark.parametrize(("n", "vocab"), [(1, 7), (3, 1000), (5, 4099), (70, 33)])
-def test_the_draw_is_the_argmax_of_logits_and_noise(
-    way: str, n: int, vocab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(way, monkeypatch, draw)
+def test_the_draw_is_the_argmax_of_logits_and_noise(variant: str, n: int, vocab: int) -> None:
     source = generator(n, vocab)
     logits = 3 * torch.randn(n, vocab, generator=source)
     logits[:, vocab // 2 :: 3] = -INF
     positions = torch.randint(2**20, (n,), generator=source)
     temperature = torch.tensor([0.0, 1.0, 0.3, 1.7])[torch.randint(4, (n,), generator=source)]
     keys = keys_of(n)
-    tokens, scores = (part.cpu() for part in draw.draw_tokens(*on_device(logits, keys, positions, temperature)))
+    tokens, scores = (part.cpu() for part in draw_tokens(*on_device(logits, keys, positions, temperature)))
     expected = best_by_hand(logits, keys, positions, temperature)
     best = expected.max(1).values
     torch.testing.assert_close(scores.double(), best, rtol=1e-6, atol=1e-5)
@@ -71,27 +68,23 @@ def test_the_draw_is_the_argmax_of_logits_and_noise(
     assert int(clear.sum()) > 0.9 * n
 
 
-@every_way
-def test_ties_go_to_the_lower_id_and_views_of_wider_rows_are_accepted(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@each_variant(draw_tokens)
+def test_ties_go_to_the_lower_id_and_views_of_wider_rows_are_accepted(variant: str) -> None:
     """Equal maxima in one block of the kernel, and in two."""
-    take(way, monkeypatch, draw)
     logits = torch.zeros(3, 5000)
     logits[0, [17, 40]] = 2.0
     logits[1, [2500, 4990]] = 2.0
     logits[2, 4995:] = 9.0
     rows = logits.to(DEVICE)[:, :4995]
     still = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    tokens, scores = draw.draw_tokens(rows, still, still, still.float())
+    tokens, scores = draw_tokens(rows, still, still, still.float())
     assert tokens.tolist() == [17, 2500, 0]
     assert scores.tolist() == [2.0, 2.0, 0.0]
 
 
-@every_way
+@each_variant(draw_tokens)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rows_that_are_not_finite_are_reported(way: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(way, monkeypatch, draw)
+def test_rows_that_are_not_finite_are_reported(variant: str, temperature: float) -> None:
     logits = torch.zeros(6, 4099)
     logits[1, 3000] = float("nan")
     logits[2, [5, 3000]] = torch.tensor([INF, float("nan")])
@@ -99,15 +92,15 @@ def test_rows_that_are_not_finite_are_reported(way: str, temperature: float, mon
     logits[4] = -INF
     logits[5, 1:] = -INF
     keys, positions, heat = on_device(keys_of(6), torch.arange(6), torch.full((6,), temperature))
-    tokens, scores = draw.draw_tokens(logits.to(DEVICE), keys, positions, heat)
+    tokens, scores = draw_tokens(logits.to(DEVICE), keys, positions, heat)
     assert scores.isfinite().tolist() == [True, False, False, False, False, True]
     assert bool(((tokens >= 0) & (tokens < 4099)).all())
     assert int(tokens[5]) == 0
 
 
-@every_way
+@each_variant(draw_tokens)
 def test_transformed_and_truncated_logits_are_drawn_alike_by_every_kernel(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with all sampling parameters in one batch, over trees."""
     common = {"key": 4, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.4}
@@ -127,10 +120,9 @@ def test_transformed_and_truncated_logits_are_drawn_alike_by_every_kernel(
     batch = sampling.SamplingBatch.of(settings, torch.device("cpu"), steps=3)
     batch = replace(batch, penalizer_state=PenalizerState(counts, prompts, begun))
     rows = (logits, tree.positions + 1, batch, tree)
-    take("twin", monkeypatch, draw)
+    take("torch", monkeypatch)
     expected_tokens, expected_scores = sampling.draw(*rows)
-    take(way, monkeypatch, draw)
-    if DEVICE.type == "cuda" and way == "kernel":
+    if DEVICE.type == "cuda" and variant == "triton":
         pytest.skip("the kernel would be given the CPU's tensors")
     tokens, scores = sampling.draw(*rows)
     assert torch.equal(tokens, expected_tokens)

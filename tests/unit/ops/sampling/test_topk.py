@@ -6,23 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.sampling import correction, draw, gumbel, topk
+from eagle_server.ops.sampling import topk
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.ops.sampling.topk import MAX_TOPK, DrawNoise, score_children, topk_logprobs
 from eagle_server.ops.tree.candidates import Children
 from eagle_server.speculation.random import request_key
 from tests.support.covering import covering
-from tests.support.kernels import DEVICE, every_way, generator, needs_triton, on_device, take
+from tests.support.kernels import DEVICE, each_variant, generator, on_device, with_triton
 
 INF = float("inf")
 POOL = (torch.int64, torch.float32, torch.float32)  # tokens, scores, guesses
-
-
-@pytest.fixture(autouse=True)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = request.node.callspec.params.get("way", "kernel")
-    take(way, monkeypatch, topk, draw, gumbel)
 
 
 def noise_of(n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,11 +30,11 @@ def scores_by_hand(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor], ids: Te
     """The perturbed scores in float64. The noise is taken from the whole target vocabulary."""
     keys, positions, temperature = noise
     t = temperature.double()[:, None]
-    added = gumbel._gumbel_torch(keys, positions, int(ids.max()) + 1)[:, ids].double()
+    added = gumbel.variants["torch"](keys, positions, int(ids.max()) + 1)[:, ids].double()
     return torch.where(t > 0, logits.double() / torch.where(t > 0, t, 1.0) + added, logits.double())
 
 
-@every_way
+@each_variant(topk_logprobs)
 @pytest.mark.parametrize(
     ("n", "vocab", "k", "dtype"),
     covering(
@@ -49,7 +44,7 @@ def scores_by_hand(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor], ids: Te
     ),
 )
 def test_the_best_come_first_with_their_log_probabilities(
-    way: str, n: int, vocab: int, k: int, dtype: torch.dtype
+    variant: str, n: int, vocab: int, k: int, dtype: torch.dtype
 ) -> None:
     logits = (4 * torch.randn(n, vocab, generator=generator(n, vocab))).to(dtype)
     logp, ids = (part.cpu() for part in topk_logprobs(logits.to(DEVICE), k))
@@ -63,9 +58,9 @@ def test_the_best_come_first_with_their_log_probabilities(
     assert all(len(set(row)) == k for row in ids.tolist())
 
 
-@needs_triton
+@with_triton
 @pytest.mark.parametrize("vocab", [16, 1000, 4099])
-def test_ties_go_to_the_lower_id(vocab: int) -> None:
+def test_ties_go_to_the_lower_id(variant: str, vocab: int) -> None:
     """Few different values, so that most tie, within a block and across blocks."""
     logits = torch.randint(3, (4, vocab), generator=generator(vocab)).float()
     logits[3] = 0.0
@@ -73,8 +68,8 @@ def test_ties_go_to_the_lower_id(vocab: int) -> None:
     assert torch.equal(ids.cpu(), logits.sort(dim=1, descending=True, stable=True).indices[:, :12])
 
 
-@every_way
-def test_forbidden_tokens_and_far_values_keep_the_sum_exact(way: str) -> None:
+@each_variant(topk_logprobs)
+def test_forbidden_tokens_and_far_values_keep_the_sum_exact(variant: str) -> None:
     """One block holds only -inf, another only very negative logits. The sum must count both correctly."""
     logits = torch.full((2, 4099), -INF)
     logits[0, 4097] = -200.0
@@ -88,9 +83,9 @@ def test_forbidden_tokens_and_far_values_keep_the_sum_exact(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
-@every_way
+@each_variant(topk_logprobs)
 @pytest.mark.parametrize("vocab", [9, 4099])
-def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
+def test_no_logits_produce_an_id_out_of_range(variant: str, vocab: int) -> None:
     logits = torch.zeros(5, vocab)
     logits[0] = float("nan")
     logits[1, vocab - 1] = float("nan")
@@ -100,18 +95,18 @@ def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
     logp, ids = topk_logprobs(logits.to(DEVICE), 8)
     assert bool(((ids >= 0) & (ids < vocab)).all())
     assert not logp[:, 0].isfinite().any()
-    if way != "twin":
+    if variant != "torch":
         assert vocab - 1 not in ids[1].tolist(), "NaN ranks last"
     keys, positions, _ = noise_of(5)
     noise = on_device(keys, positions, torch.full((5,), 0.8))
     noisy_logp, noisy_ids = (part.cpu() for part in topk_logprobs(logits.to(DEVICE), 8, noise=DrawNoise(*noise)))
     assert bool(((noisy_ids >= 0) & (noisy_ids < vocab)).all())
     torch.testing.assert_close(noisy_logp.isfinite(), logp.isfinite())
-    if way != "twin":
+    if variant != "torch":
         assert vocab - 1 not in noisy_ids[1].tolist(), "NaN ranks last"
 
 
-@every_way
+@each_variant(topk_logprobs)
 @pytest.mark.parametrize(
     ("n", "vocab", "k", "mapped", "dtype"),
     covering(
@@ -122,7 +117,7 @@ def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
     ),
 )
 def test_coupled_children_are_the_best_by_logits_and_noise(
-    way: str, n: int, vocab: int, k: int, mapped: bool, dtype: torch.dtype
+    variant: str, n: int, vocab: int, k: int, mapped: bool, dtype: torch.dtype
 ) -> None:
     """Greedy and stochastic rows in one call, as views of wider rows."""
     source = generator(n, vocab)
@@ -146,8 +141,8 @@ def test_coupled_children_are_the_best_by_logits_and_noise(
         assert torch.equal(tokens[1::3], plain_tokens[1::3])
 
 
-@every_way
-def test_with_equal_logits_the_first_child_is_the_draw(way: str) -> None:
+@each_variant(topk_logprobs, draw_tokens)
+def test_with_equal_logits_the_first_child_is_the_draw(variant: str) -> None:
     """Drafted in any order of the vocabulary: the map to target ids finds each token's own noise."""
     n, vocab = 24, 4099
     logits, noise = 2 * torch.randn(n, vocab, generator=generator(n)), on_device(*noise_of(n))
@@ -159,7 +154,7 @@ def test_with_equal_logits_the_first_child_is_the_draw(way: str) -> None:
     assert torch.equal(children[:, 0], drawn)
 
 
-@every_way
+@each_variant(score_children, topk_logprobs)
 @pytest.mark.parametrize(
     ("bs", "nodes", "vocab", "k", "noisy", "mapped", "corrects"),
     covering(
@@ -171,7 +166,7 @@ def test_with_equal_logits_the_first_child_is_the_draw(way: str) -> None:
     ),
 )
 def test_a_level_is_scored_as_by_the_separate_operations(
-    way: str,
+    variant: str,
     bs: int,
     nodes: int,
     vocab: int,
@@ -179,10 +174,8 @@ def test_a_level_is_scored_as_by_the_separate_operations(
     noisy: bool,
     mapped: bool,
     corrects: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In every bit, and into views of a pool, whose other levels stay as they are."""
-    take(way, monkeypatch, correction)
     source = generator(bs, nodes, vocab)
     logits = (3 * torch.randn(bs * nodes, vocab, generator=source)).to(DEVICE)
     logits[0, : vocab - k] = -INF
@@ -204,9 +197,9 @@ def test_a_level_is_scored_as_by_the_separate_operations(
         assert bool((part[:, :2] == 9).all()) and bool((part[:, 2 + nodes * k :] == 9).all())
 
 
-@needs_triton
+@with_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_score_of_a_child_is_bit_for_bit_the_score_of_the_draw(dtype: torch.dtype) -> None:
+def test_the_score_of_a_child_is_bit_for_bit_the_score_of_the_draw(variant: str, dtype: torch.dtype) -> None:
     n, vocab, pieces = 24, 4099, 3
     logits, noise = torch.randn(n, vocab, generator=generator(n)).to(dtype).to(DEVICE), on_device(*noise_of(n))
     values, mass = torch.empty(n, pieces, 1, device=DEVICE), torch.empty(n, pieces, 2, device=DEVICE)
@@ -218,9 +211,9 @@ def test_the_score_of_a_child_is_bit_for_bit_the_score_of_the_draw(dtype: torch.
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
-@every_way
+@each_variant(topk_logprobs)
 @pytest.mark.parametrize("vocab", [9, 4099])
-def test_children_that_are_not_allowed_have_no_probability(way: str, vocab: int) -> None:
+def test_children_that_are_not_allowed_have_no_probability(variant: str, vocab: int) -> None:
     """Noise does not raise a logit of -inf: allowed tokens come first, and the sum counts them alone."""
     n, allowed = 6, torch.tensor([vocab - 2, 3])
     logits = torch.full((n, vocab), -INF)

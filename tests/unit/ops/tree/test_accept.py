@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import retrive_links
-from eagle_server.ops.tree import accept
 from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.build import ancestors
 from tests.support.covering import covering
-from tests.support.kernels import climb, every_way, generator, on_device, random_parents, take
+from tests.support.kernels import climb, each_variant, generator, on_device, random_parents
 from tests.support.reference import verify_tree_greedy
 
 SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]
@@ -54,14 +53,9 @@ class Case:
         return bool(self.tokens[request, node] == self.drawn[request, self.parents[request, node]])
 
 
-@pytest.fixture(autouse=True)
-def chosen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(way, monkeypatch, accept)
-
-
-@every_way
+@each_variant(walk_tree)
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
-def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, size: int, deepest: int) -> None:
+def test_the_walk_takes_the_longest_path_of_agreeing_nodes(variant: str, bs: int, size: int, deepest: int) -> None:
     case = Case(bs, size, deepest, distinct=False, seed=0)
     path, accept_length, tokens, drafted, finite = case.walk()
     for request, links in enumerate(case.parents.tolist()):
@@ -76,9 +70,9 @@ def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, si
         assert bool(finite[request]) == bool(case.finite[request, expected].all())
 
 
-@every_way
+@each_variant(walk_tree)
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
-def test_the_links_lead_to_the_first_child_that_equals_the_draw(way: str, bs: int, size: int, deepest: int) -> None:
+def test_the_links_lead_to_the_first_child_that_equals_the_draw(variant: str, bs: int, size: int, deepest: int) -> None:
     case = Case(bs, size, deepest, distinct=False, seed=1)
     path, accept_length, tokens = case.walk_links()
     for request, links in enumerate(case.parents.tolist()):
@@ -91,9 +85,9 @@ def test_the_links_lead_to_the_first_child_that_equals_the_draw(way: str, bs: in
         assert int(accept_length[request]) == len(expected) - 1
 
 
-@every_way
+@each_variant(walk_tree)
 @pytest.mark.parametrize(("bs", "size", "deepest", "seed"), covering(SIZES[3:6], range(5), together=1))
-def test_both_walks_are_equal_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
+def test_both_walks_are_equal_where_siblings_differ(variant: str, bs: int, size: int, deepest: int, seed: int) -> None:
     """With equal siblings the links may follow the one with the shorter continuation, but never a longer path."""
     case = Case(bs, size, deepest, distinct=True, seed=seed)
     by_parents, by_links = case.walk(), case.walk_links()
@@ -104,11 +98,11 @@ def test_both_walks_are_equal_where_siblings_differ(way: str, bs: int, size: int
     assert bool((case.walk_links()[1] <= case.walk()[1]).all())
 
 
-@pytest.mark.parametrize("way", ["native"])
+@pytest.mark.parametrize("variant", ["native"])
 @pytest.mark.parametrize(
     ("part", "value"), [("depths", 3), ("depths", -1), ("depths", 1 << 40), ("parents", 13), ("parents", -1)]
 )
-def test_the_native_walk_refuses_a_tree_that_its_arrays_do_not_hold(way: str, part: str, value: int) -> None:
+def test_the_native_walk_refuses_a_tree_that_its_arrays_do_not_hold(variant: str, part: str, value: int) -> None:
     case = Case(2, 13, 2, distinct=False, seed=0)
     getattr(case, part)[1, 7] = value
     with pytest.raises(ValueError, match=r"a node deeper than 2 steps, or a parent that is none of its 13 nodes"):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_server.ops.tree import accepted
 from eagle_server.ops.tree.accepted import store_accepted
 from tests.support.covering import covering
-from tests.support.kernels import each_way, generator, on_device, take
+from tests.support.kernels import each_variant, generator, on_device
 
 REQUESTS = 9
 
 
-@each_way
+@each_variant(store_accepted)
 @pytest.mark.parametrize(
     ("bs", "nodes", "width", "size", "dtype"),
     covering(
@@ -21,10 +20,9 @@ REQUESTS = 9
     ),
 )
 def test_features_and_tokens_of_the_path_are_stored_in_the_requests_row(
-    way: str, bs: int, nodes: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    variant: str, bs: int, nodes: int, width: int, size: int, dtype: torch.dtype
 ) -> None:
     """From a view of wider features. Other rows, and later columns, keep their content."""
-    take(way, monkeypatch, accepted)
     source = generator(bs, size)
     features = torch.randn(bs * nodes, size + 2, generator=source).to(dtype)[:, 1:-1]
     path = torch.randint(-1, nodes, (bs, width), generator=source)

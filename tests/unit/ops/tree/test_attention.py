@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eagle_server.cache.pool import LatentPool
-from eagle_server.ops.tree import attention as tree_attention
-from eagle_server.ops.tree.attention import add_sinks, add_sinks_torch, tree_block_attention, tree_block_attention_torch
+from eagle_server.ops.tree.attention import add_sinks, merge_states, tree_block_attention
 from eagle_server.ops.triton_support import HAS_TRITON
 from tests.support.covering import covering
+from tests.support.kernels import each_variant
 
 interpreted = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and its interpreter"
@@ -111,17 +111,18 @@ def test_the_twin_is_attention_by_the_definition(shape, prefix):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_twin_computes_in_float32(dtype):
     given = case(SHAPES[1], dtype)
-    out = given.run(tree_block_attention_torch, torch.float32)
+    out = given.run(tree_block_attention.variants["torch"], torch.float32)
     torch.testing.assert_close(out.double(), by_loops(given), rtol=1e-5, atol=1e-5)
 
 
 @interpreted
 @pytest.mark.parametrize(("shape", "prefix"), covering(((s,) for s in SHAPES), [True, False], together=1), ids=str)
-def test_the_kernel_equals_its_twin(shape, prefix):
+@each_variant(tree_block_attention)
+def test_every_variant_equals_the_twin(variant, shape, prefix):
     given = case(shape, torch.float32, prefix=prefix, seed=1)
-    expected = given.run(tree_block_attention_torch)
+    expected = given.run(tree_block_attention.variants["torch"])
     assert not expected.isnan().any()
-    torch.testing.assert_close(given.run(tree_attention._launch_block), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(given.run(tree_block_attention), expected, rtol=1e-5, atol=1e-5)
 
 
 @interpreted
@@ -129,7 +130,10 @@ def test_the_kernel_equals_its_twin(shape, prefix):
 def test_the_kernel_equals_its_twin_in_16_bits(shape):
     """Without bfloat16: the interpreter's dot multiplies its bits as integers. The GPU test covers it."""
     given = case(shape, torch.float16, seed=2)
-    found, expected = given.run(tree_attention._launch_block), given.run(tree_block_attention_torch)
+    found, expected = (
+        given.run(tree_block_attention.variants["triton"]),
+        given.run(tree_block_attention.variants["torch"]),
+    )
     torch.testing.assert_close(found, expected, rtol=3e-3, atol=3e-3)
 
 
@@ -140,7 +144,7 @@ def test_the_kernel_reads_a_latent_pool_in_place():
     given = case((4, 1, 80, 64, 2, 5, 8), torch.float32)
     given = Case(given.q, pool.keys[1], pool.values[1], given.slots.int(), given.mask, given.scale, given.prefix)
     expected = by_loops(given).float()
-    for attend in (tree_attention._launch_block, tree_block_attention_torch):
+    for attend in (tree_block_attention.variants["triton"], tree_block_attention.variants["torch"]):
         torch.testing.assert_close(given.run(attend), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -149,7 +153,7 @@ def test_values_wider_than_keys_are_refused():
     given = case(SHAPES[1], torch.float32)
     narrow = Case(given.q[..., :32], given.keys, given.values, given.slots, given.mask, 1.0, given.prefix)
     with pytest.raises(ValueError, match="no wider"):
-        narrow.run(tree_attention._launch_block)
+        narrow.run(tree_block_attention.variants["triton"])
 
 
 def states(*, rows: int = 11, heads: int = 3, dim: int = 80) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -164,7 +168,7 @@ def states(*, rows: int = 11, heads: int = 3, dim: int = 80) -> tuple[Tensor, Te
 
 def test_merging_weighs_parts_by_their_mass_and_ignores_empty_ones():
     a, lse_a, b, lse_b = states()
-    out, lse = tree_attention.merge_states(a, lse_a, b, lse_b)
+    out, lse = merge_states(a, lse_a, b, lse_b)
     assert torch.equal(out[0], b[0]) and torch.equal(lse[0], lse_b[0])
     assert torch.equal(out[1], a[1]) and torch.equal(lse[1], lse_a[1])
     assert not out[2].any() and (lse[2] == -math.inf).all()
@@ -218,10 +222,11 @@ def test_a_sink_is_one_more_key_without_a_value():
 
 @interpreted
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6]], ids=str)
-def test_the_kernel_of_sinks_equals_its_twin(shape):
+@each_variant(add_sinks)
+def test_every_variant_of_sinks_equals_the_twin(variant, shape):
     given = case(shape, torch.float32)
     assert given.prefix is not None
     sinks = 3 * torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
-    expected = with_sinks(add_sinks_torch, *given.prefix, sinks)
+    expected = with_sinks(add_sinks.variants["torch"], *given.prefix, sinks)
     assert not expected[0].isnan().any()
-    torch.testing.assert_close(with_sinks(tree_attention._launch_sinks, *given.prefix, sinks), expected)
+    torch.testing.assert_close(with_sinks(add_sinks, *given.prefix, sinks), expected)

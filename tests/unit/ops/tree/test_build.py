@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from eagle_server.attention.spec_info import retrive_links
-from eagle_server.ops.tree import build as tree
 from eagle_server.ops.tree.build import link_tree, select_nodes
 from eagle_server.ops.tree.candidates import CandidatePool, Children
 from tests.support.drafts import best, draft, example_pool
-from tests.support.kernels import DEVICE, climb, each_way, every_way, generator, on_device, random_parents, take
+from tests.support.kernels import DEVICE, climb, each_variant, generator, on_device, random_parents, take
 
 
 def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +37,7 @@ def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[
     return torch.tensor(selected).view(bs, drafted), torch.tensor(parent_lists)
 
 
-@every_way
+@each_variant(link_tree)
 @pytest.mark.parametrize(
     ("bs", "drafted", "topk", "steps"),
     [
@@ -51,10 +50,7 @@ def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[
         pytest.param(1, 255, 8, 6, marks=pytest.mark.deep),
     ],
 )
-def test_every_node_is_linked_to_its_pool_parent(
-    way: str, bs: int, drafted: int, topk: int, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(way, monkeypatch, tree)
+def test_every_node_is_linked_to_its_pool_parent(variant: str, bs: int, drafted: int, topk: int, steps: int) -> None:
     selected, parent_list = selection(bs, drafted, topk, steps, seed=0)
     parents, depths, mask = link_tree(*on_device(selected, parent_list), topk, steps)
     for request in range(bs):
@@ -67,7 +63,7 @@ def test_every_node_is_linked_to_its_pool_parent(
             assert [column for column, seen in enumerate(row) if seen] == sorted(climb(links, node))
 
 
-@each_way
+@each_variant(select_nodes)
 @pytest.mark.parametrize(
     ("bs", "topk", "steps", "count"),
     [
@@ -81,9 +77,7 @@ def test_every_node_is_linked_to_its_pool_parent(
         (1, 8, 18, 20),  # more candidates than one kernel takes
     ],
 )
-def test_the_best_candidates_become_a_tree(
-    way: str, bs: int, topk: int, steps: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_candidates_become_a_tree(variant: str, bs: int, topk: int, steps: int, count: int) -> None:
     """Scores with many ties, also between parents and children, and some of -inf."""
     source = generator(bs, topk, steps, count)
     first = -torch.randint(1, 4, (bs, topk), generator=source) / 2
@@ -96,7 +90,6 @@ def test_the_best_candidates_become_a_tree(
     drafted.levels = [Children(*level[:2], own) for level, own in zip(drafted.levels, guesses, strict=True)]
     given = torch.cat([own.flatten(1) for own in guesses], dim=1)
     roots, lens = torch.arange(bs) + 500, 7 * torch.arange(bs) + 3
-    take(way, monkeypatch, tree)
     found = select_nodes(*on_device(roots, lens), drafted.to(DEVICE).candidates, count)
     for request in range(bs):
         pool, chosen = nodes[request], best(nodes[request], count)
@@ -113,9 +106,8 @@ def test_the_best_candidates_become_a_tree(
             assert [column for column, seen in enumerate(row) if seen] == sorted(climb(links, node))
 
 
-@each_way
-def test_a_level_that_was_written_in_place_is_part_of_the_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(way, monkeypatch, tree)
+@each_variant(select_nodes)
+def test_a_level_that_was_written_in_place_is_part_of_the_pool(variant: str) -> None:
     pool, expected = example_pool(2)[0].to(DEVICE), example_pool(2)[0].tree(5)
     given = pool.candidates
     filled = CandidatePool.empty(given.first, given.steps)
@@ -130,9 +122,8 @@ def test_a_level_that_was_written_in_place_is_part_of_the_pool(way: str, monkeyp
     assert torch.equal(found.mask.cpu(), expected.mask)
 
 
-@every_way
-def test_the_worked_example_and_a_root_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(way, monkeypatch, tree)
+@each_variant(link_tree)
+def test_the_worked_example_and_a_root_alone(variant: str) -> None:
     selected, parent_list = torch.tensor([[0, 1, 2, 3, 8]]), torch.tensor([[-1, 0, 1, 2, 3]])
     assert example_pool()[0].tree(5).tokens.tolist() == [[77, 11, 12, 21, 22, 33]]
     parents, depths, _ = link_tree(*on_device(selected, parent_list), 2, 3)
@@ -147,12 +138,9 @@ def test_the_worked_example_and_a_root_alone(way: str, monkeypatch: pytest.Monke
     assert [links.tolist() for links in retrive_links(parents)] == [[[-1]] * 2] * 2
 
 
-@every_way
+@each_variant(link_tree)
 @pytest.mark.parametrize(("bs", "size"), [(1, 1), (3, 2), (5, 13), (3, 64), (1, 256)])
-def test_the_links_name_first_children_and_next_siblings(
-    way: str, bs: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take(way, monkeypatch, tree)
+def test_the_links_name_first_children_and_next_siblings(variant: str, bs: int, size: int) -> None:
     parents = random_parents(bs, size, 5, generator(bs, size))
     next_token, next_sibling = retrive_links(parents.to(DEVICE))
     for request, links in enumerate(parents.tolist()):
@@ -176,6 +164,6 @@ def test_the_links_name_first_children_and_next_siblings(
 def test_the_native_links_refuse_a_selection_that_is_not_in_its_pool(
     selected: list[int], above: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take("native", monkeypatch, tree)
+    take("native", monkeypatch)
     with pytest.raises(ValueError, match="not behind its parent, or not one of"):
         link_tree(torch.tensor([selected]), torch.tensor([above]), 4, 2)

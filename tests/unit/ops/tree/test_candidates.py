@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree import candidates
 from eagle_server.ops.tree.candidates import best_candidates, best_children
-from tests.support.kernels import DEVICE, each_way, generator, needs_triton, on_device, take
-
-
-@pytest.fixture(autouse=True)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    take(parameters.get("way", "kernel"), monkeypatch, candidates)
+from tests.support.kernels import DEVICE, each_variant, generator, on_device, with_triton
 
 
 def lineages(bs: int, topk: int, step: int, width: int) -> Tensor:
@@ -34,10 +27,10 @@ def sorted_by_score(scores: list[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda place: (-worth[place], place))
 
 
-@each_way
+@each_variant(best_children)
 @pytest.mark.parametrize(("bs", "topk", "step", "width"), [(1, 1, 0, 3), (3, 4, 1, 13), (2, 8, 4, 48), (5, 3, 2, 12)])
 def test_the_best_children_see_what_their_parents_saw_and_themselves(
-    way: str, bs: int, topk: int, step: int, width: int
+    variant: str, bs: int, topk: int, step: int, width: int
 ) -> None:
     scores = torch.randn(bs, topk, topk, generator=generator(bs, step))
     tokens = torch.randint(1000, (bs, topk, topk), generator=generator(topk))
@@ -57,8 +50,8 @@ def test_the_best_children_see_what_their_parents_saw_and_themselves(
             assert torch.equal(seen[b, node], expected)
 
 
-@each_way
-def test_views_of_one_row_are_accepted(way: str) -> None:
+@each_variant(best_children)
+def test_views_of_one_row_are_accepted(variant: str) -> None:
     """The first frontier's mask is the same for all requests."""
     scores, tokens = torch.randn(3, 2, 2, generator=generator()), torch.arange(12).view(3, 2, 2)
     mask = torch.eye(2, 6, dtype=torch.bool).to(DEVICE).expand(3, -1, -1)
@@ -67,9 +60,9 @@ def test_views_of_one_row_are_accepted(way: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, same, strict=True))
 
 
-@needs_triton
+@with_triton
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
-def test_ties_go_to_the_lower_child_and_nan_comes_last() -> None:
+def test_ties_go_to_the_lower_child_and_nan_comes_last(variant: str) -> None:
     nan = float("nan")
     scores = torch.tensor([[nan, -1.0, -1.0], [-1.0, nan, -math.inf], [-2.0, -math.inf, nan]])[None]
     found = best_children(*on_device(scores, torch.arange(9).view(1, 3, 3), lineages(1, 3, 0, 6)), 1)
@@ -79,11 +72,11 @@ def test_ties_go_to_the_lower_child_and_nan_comes_last() -> None:
     assert found.chosen.tolist() == [[0, 1, 2]], "indices stay in range"
 
 
-@each_way
+@each_variant(best_candidates)
 @pytest.mark.parametrize("guessed", [False, True])
 @pytest.mark.parametrize(("bs", "size", "count"), [(1, 1, 1), (3, 8, 8), (2, 72, 63), (4, 328, 63), (2, 1100, 500)])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
-def test_the_best_candidates_keep_their_order(way: str, bs: int, size: int, count: int, guessed: bool) -> None:
+def test_the_best_candidates_keep_their_order(variant: str, bs: int, size: int, count: int, guessed: bool) -> None:
     """Many ties, zeros of both signs, -inf and NaN."""
     source = generator(size)
     scores = torch.randint(-4, 3, (bs, size), generator=source) / 4

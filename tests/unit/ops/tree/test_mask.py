@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_server.ops.tree import mask
-from eagle_server.ops.tree.mask import pack_tree_mask
+from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
 from tests.support.covering import covering
-from tests.support.kernels import DEVICE, each_way, generator, on_device
+from tests.support.kernels import DEVICE, each_variant, generator, on_device
 
 UNTOUCHED = 90
 
@@ -28,7 +27,7 @@ def written_out(
     return full
 
 
-@each_way
+@each_variant(pack_tree_mask)
 @pytest.mark.parametrize(
     ("bs", "rows", "width", "sliding"),
     covering(
@@ -37,10 +36,7 @@ def written_out(
         together=1,  # what is masked and how bits are packed do not interact
     ),
 )
-def test_the_bits_equal_those_of_the_expanded_mask(
-    way: str, bs: int, rows: int, width: int, sliding: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mask, "on_gpu", lambda _: way == "kernel")
+def test_the_bits_equal_those_of_the_expanded_mask(variant: str, bs: int, rows: int, width: int, sliding: int) -> None:
     source = generator(bs, rows, sliding)
     window = torch.rand(bs, rows, width, generator=source) < 0.5
     kv_lens = width + torch.randint(0, 60, (bs,), generator=source)
@@ -56,16 +52,14 @@ def test_the_bits_equal_those_of_the_expanded_mask(
     mask_indptr = torch.full((bs + 1,), -1, dtype=torch.int32, device=DEVICE)
     window, kv_lens, row_depths, column_depths = on_device(window, kv_lens, row_depths, column_depths)
     for lens in (kv_lens, kv_lens.int()):
-        pack_tree_mask(
-            window, lens, out, mask_indptr, sliding=sliding, row_depths=row_depths, column_depths=column_depths
-        )
+        depths = SlidingWindow(sliding, row_depths, column_depths) if sliding else None
+        pack_tree_mask(window, lens, out, mask_indptr, depths)
         assert mask_indptr.tolist() == [0, *np.cumsum([len(part) for part in parts]).tolist()]
         assert out.tolist() == expected + [UNTOUCHED] * 11
 
 
-@each_way
-def test_the_worked_example_packs_into_the_published_bytes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "on_gpu", lambda _: way == "kernel")
+@each_variant(pack_tree_mask)
+def test_the_worked_example_packs_into_the_published_bytes(variant: str) -> None:
     rows = ["100000", "110000", "101000", "110100", "110010", "110011"]
     window = torch.tensor([[[bit == "1" for bit in row] for row in rows]])
     out, mask_indptr = (
@@ -75,10 +69,3 @@ def test_the_worked_example_packs_into_the_published_bytes(way: str, monkeypatch
     pack_tree_mask(*on_device(window, torch.tensor([10])), out, mask_indptr)
     assert out.tolist() == [31, 252, 240, 197, 47, 63, 253, 12]
     assert mask_indptr.tolist() == [0, 8]
-
-
-def test_a_sliding_window_without_depths_is_refused() -> None:
-    window = torch.ones(1, 1, 1, dtype=torch.bool)
-    out, mask_indptr = torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="depths"):
-        pack_tree_mask(window, torch.tensor([4]), out, mask_indptr, sliding=3)
