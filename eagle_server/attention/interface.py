@@ -147,6 +147,7 @@ class AttentionBatch:
     paged_kernel_lens: Tensor | None = None  # int64 [bs], for spec_info's methods (see there); None: kv_lens
     keeps_slots: bool = False  # reads the same slots as the batch that its plan was last bound to
     recurrent: RecurrentRows | None = None  # the rows over their requests' states, for a model with recurrent layers
+    pads_rows: bool = False  # rows of prompt chunks may be padding, which writes and reads slot 0
 
     @property
     def spec_lens(self) -> Tensor:
@@ -244,6 +245,10 @@ class AttentionBackend(Protocol):
     @property
     def native_caches(self) -> Sequence[tuple[Tensor, Tensor]] | None:
         """Keys and values of each layer, if native kernels attend to them in every forward; else None."""
+        ...
+
+    def key_of(self, layout: Layout) -> Hashable | None:
+        """The `graph_key` of the plan that `plan` makes."""
         ...
 
     def plan(self, layout: Layout) -> AttentionPlan:
