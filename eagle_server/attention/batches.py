@@ -50,9 +50,9 @@ def attn_args_prefill(batch: AttentionBatch, out: Tensor | None = None) -> AttnA
         )
     kv_indptr, kv_indices = kv_arguments(batch.req_pool_indices, batch.kv_lens, batch.req_to_token, total, out)
     q_lens, q_len, device = batch.layout.q_lens, batch.layout.q_len, batch.kv_lens.device
-    if batch.pads_rows and q_len is not None:  # padding reads what it writes: the page table may name any slot there
+    if batch.row_slots is not None and q_len is not None:
         places = kv_indptr[1:, None] + torch.arange(-q_len, 0, device=device)
-        kv_indices[places.view(-1)] = batch.out_cache_loc.to(torch.int32)
+        kv_indices[places.view(-1)] = batch.row_slots.to(torch.int32)
     qo_indptr = indptr_of(upload(q_lens, device)) if q_len is None else even_indptr(len(q_lens), q_len, device)
     return kv_indices, kv_indptr, qo_indptr, batch.mask if isinstance(batch.mask, TreeMask) else None
 
@@ -188,10 +188,14 @@ def pieces_layout(chunks: Sequence[tuple[int, int]], count: int) -> Layout:
     return Layout((PIECE_ROWS,) * count, tuple(kv_lens))
 
 
-def pieces_batch(requests: PagedRequests, out_cache_loc: Tensor, layout: Layout) -> AttentionBatch:
-    """The pieces of `pieces_layout`. Their seq_lens are the lengths that they read; padding rows write slot 0."""
+def pieces_batch(requests: PagedRequests, out_cache_loc: Tensor, row_slots: Tensor, layout: Layout) -> AttentionBatch:
+    """The pieces of `pieces_layout`. Their seq_lens are the lengths that they read.
+
+    Padding rows write slot 0. `row_slots`: what they read instead, a slot of their own request, because slot 0 may hold
+    NaN if the text of another request gave some.
+    """
     indices, kv_lens, req_to_token = requests.req_pool_indices, requests.seq_lens, requests.req_to_token
-    return AttentionBatch(indices, kv_lens, req_to_token, out_cache_loc, Causal(), layout, pads_rows=True)
+    return AttentionBatch(indices, kv_lens, req_to_token, out_cache_loc, Causal(), layout, row_slots=row_slots)
 
 
 def piece_ends(rows: int) -> range:
@@ -211,8 +215,8 @@ def mixed_batch(trees: AttentionBatch, prompts: AttentionBatch, layout: Layout) 
         torch.cat([getattr(batch, name) for batch in (trees, prompts)])
         for name in ("req_pool_indices", "kv_lens", "out_cache_loc")
     )
-    pads = prompts.pads_rows
-    return AttentionBatch(indices, kv_lens, trees.req_to_token, slots, trees.mask, layout, pads_rows=pads)
+    row_slots = prompts.row_slots
+    return AttentionBatch(indices, kv_lens, trees.req_to_token, slots, trees.mask, layout, row_slots=row_slots)
 
 
 def parts_of(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
@@ -223,7 +227,7 @@ def parts_of(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
     slots, table = batch.out_cache_loc.tensor_split([rows]), batch.req_to_token
     return (
         AttentionBatch(indices[0], kv_lens[0], table, slots[0], batch.mask, trees),
-        AttentionBatch(indices[1], kv_lens[1], table, slots[1], Causal(), prompts, pads_rows=batch.pads_rows),
+        AttentionBatch(indices[1], kv_lens[1], table, slots[1], Causal(), prompts, row_slots=batch.row_slots),
     )
 
 

@@ -203,10 +203,11 @@ class Verifier:
         """numbers: those of `PromptPieces`, and MIXED_CHUNKS rows of the pieces whose logits are wanted."""
         trees, pieces = layout.parts
         rows, count = sum(pieces.q_lens), len(pieces.q_lens)
-        sizes = [rows, rows, rows, count, count, MIXED_CHUNKS]
-        tokens, positions, slots, indices, kv_lens, wanted = numbers.split_with_sizes(sizes)
+        sizes = [rows, rows, rows, rows, count, count, MIXED_CHUNKS]
+        tokens, positions, slots, row_slots, indices, kv_lens, wanted = numbers.split_with_sizes(sizes)
         verified = verify_batch(EagleVerifyInput(tree), requests, trees)
-        prompts = pieces_batch(PagedRequests(indices, kv_lens, requests.req_to_token), slots, pieces)
+        paged = PagedRequests(indices, kv_lens, requests.req_to_token)
+        prompts = pieces_batch(paged, slots, row_slots, pieces)
         bound = plan.bind(mixed_batch(verified, prompts, layout))
         return self._mixed_rows(bound, tree, (tokens, positions), wanted, out)
 

@@ -123,7 +123,8 @@ class Prompts:
 class PromptPieces:
     """Prompt chunks in pieces of equal rows, with padding, for a captured forward: see `pieces_layout`.
 
-    numbers: int64, tokens, positions and slots of all rows, then req_pool_indices and lengths of the pieces.
+    numbers: int64, tokens, positions, and slots to write and to read of all rows, then req_pool_indices and lengths of
+    the pieces.
     places: int64 [rows of the chunks], their rows among those of the pieces.
     """
 
@@ -246,12 +247,13 @@ class Batches:
         layout = pieces_layout(spans, count)
         if max(layout.kv_lens) > self.table.width:
             return None
-        rows = np.zeros((3, count * PIECE_ROWS), dtype=np.int64)
+        rows = np.zeros((4, count * PIECE_ROWS), dtype=np.int64)
         indices, places, first = np.full(count, self.pad_row), list[NDArray[np.int64]](), 0
         for chunk, (start, length) in zip(chunks, spans, strict=True):
             own, pieces = slice(first * PIECE_ROWS, first * PIECE_ROWS + length), len(piece_ends(length))
             slots = self.table.slots[chunk.req_pool_index, start : start + length]
-            rows[:, own] = chunk.tokens, np.arange(start, start + length), slots
+            rows[:, own] = chunk.tokens, np.arange(start, start + length), slots, slots
+            rows[3, own.stop : (first + pieces) * PIECE_ROWS] = slots[-1]
             indices[first : first + pieces] = chunk.req_pool_index
             places.append(np.arange(own.start, own.stop))
             first += pieces
