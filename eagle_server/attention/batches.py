@@ -33,6 +33,10 @@ from eagle_server.ops.device import upload
 from eagle_server.ops.indices import indptr_of, window_slots
 
 MIXED_ROWS, MIXED_CHUNKS = 256, 8  # the most rows of prompt chunks in a mixed forward, and the most chunks
+# For graphs chunks are cut into pieces of equal rows, the last one padded, so that a plan of equal rows serves all
+# lengths. 32 rows of 4 query heads per KV head fill a tile of fa2, which has 128 rows.
+PIECE_ROWS = MIXED_ROWS // MIXED_CHUNKS
+CAPTURED_PIECES = (2, 8)  # numbers of pieces that graphs are captured for: 64 rows hold a short prompt, 256 all
 
 # Arguments of FlashInfer's plan and run, computed on the device.
 
@@ -46,6 +50,9 @@ def attn_args_prefill(batch: AttentionBatch, out: Tensor | None = None) -> AttnA
         )
     kv_indptr, kv_indices = kv_arguments(batch.req_pool_indices, batch.kv_lens, batch.req_to_token, total, out)
     q_lens, q_len, device = batch.layout.q_lens, batch.layout.q_len, batch.kv_lens.device
+    if batch.row_slots is not None and q_len is not None:
+        places = kv_indptr[1:, None] + torch.arange(-q_len, 0, device=device)
+        kv_indices[places.view(-1)] = batch.row_slots.to(torch.int32)
     qo_indptr = indptr_of(upload(q_lens, device)) if q_len is None else even_indptr(len(q_lens), q_len, device)
     return kv_indices, kv_indptr, qo_indptr, batch.mask if isinstance(batch.mask, TreeMask) else None
 
@@ -170,6 +177,32 @@ def verify_batch(verify: EagleVerifyInput, requests: PagedRequests, layout: Layo
     )
 
 
+def pieces_layout(chunks: Sequence[tuple[int, int]], count: int) -> Layout:
+    """Chunks (first position, rows), cut into pieces of PIECE_ROWS rows, and padding: `count` pieces.
+
+    A piece is a request of its own: it sees the pieces before it in KV. The last piece of a chunk may end behind it.
+    Padding reads as many slots as it has rows, because causal rows are the last ones of their KV.
+    """
+    kv_lens = [start + end for start, rows in chunks for end in piece_ends(rows)]
+    kv_lens += [PIECE_ROWS] * (count - len(kv_lens))
+    return Layout((PIECE_ROWS,) * count, tuple(kv_lens))
+
+
+def pieces_batch(requests: PagedRequests, out_cache_loc: Tensor, row_slots: Tensor, layout: Layout) -> AttentionBatch:
+    """The pieces of `pieces_layout`. Their seq_lens are the lengths that they read.
+
+    Padding rows write slot 0. `row_slots`: what they read instead, a slot of their own request, because slot 0 may hold
+    NaN if the text of another request gave some.
+    """
+    indices, kv_lens, req_to_token = requests.req_pool_indices, requests.seq_lens, requests.req_to_token
+    return AttentionBatch(indices, kv_lens, req_to_token, out_cache_loc, Causal(), layout, row_slots=row_slots)
+
+
+def piece_ends(rows: int) -> range:
+    """Where the pieces of a chunk end, from its first row on."""
+    return range(PIECE_ROWS, rows + PIECE_ROWS, PIECE_ROWS)
+
+
 def mixed_layout(trees: Layout, prompts: Layout) -> Layout:
     """A verify forward and prompt chunks in one."""
     lens = (trees.q_lens + prompts.q_lens, trees.kv_lens + prompts.kv_lens)
@@ -182,7 +215,8 @@ def mixed_batch(trees: AttentionBatch, prompts: AttentionBatch, layout: Layout) 
         torch.cat([getattr(batch, name) for batch in (trees, prompts)])
         for name in ("req_pool_indices", "kv_lens", "out_cache_loc")
     )
-    return AttentionBatch(indices, kv_lens, trees.req_to_token, slots, trees.mask, layout)
+    row_slots = prompts.row_slots
+    return AttentionBatch(indices, kv_lens, trees.req_to_token, slots, trees.mask, layout, row_slots=row_slots)
 
 
 def parts_of(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
@@ -193,7 +227,7 @@ def parts_of(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
     slots, table = batch.out_cache_loc.tensor_split([rows]), batch.req_to_token
     return (
         AttentionBatch(indices[0], kv_lens[0], table, slots[0], batch.mask, trees),
-        AttentionBatch(indices[1], kv_lens[1], table, slots[1], Causal(), prompts),
+        AttentionBatch(indices[1], kv_lens[1], table, slots[1], Causal(), prompts, row_slots=batch.row_slots),
     )
 
 

@@ -147,6 +147,9 @@ class AttentionBatch:
     paged_kernel_lens: Tensor | None = None  # int64 [bs], for spec_info's methods (see there); None: kv_lens
     keeps_slots: bool = False  # reads the same slots as the batch that its plan was last bound to
     recurrent: RecurrentRows | None = None  # the rows over their requests' states, for a model with recurrent layers
+    # int64 [rows of the prompt chunks], if some are padding: the slots of their columns. The page table may name any
+    # slot there, and masked columns must be finite. None: the page table has them.
+    row_slots: Tensor | None = None
 
     @property
     def spec_lens(self) -> Tensor:
@@ -244,6 +247,10 @@ class AttentionBackend(Protocol):
     @property
     def native_caches(self) -> Sequence[tuple[Tensor, Tensor]] | None:
         """Keys and values of each layer, if native kernels attend to them in every forward; else None."""
+        ...
+
+    def key_of(self, layout: Layout) -> Hashable | None:
+        """The `graph_key` of the plan that `plan` makes."""
         ...
 
     def plan(self, layout: Layout) -> AttentionPlan:

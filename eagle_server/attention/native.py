@@ -34,6 +34,9 @@ class NativeAttention:
         caches = tuple(zip(pool.keys, pool.values, strict=True))
         return cls(pool, caches) if all(attends(*pair) for pair in caches) else None
 
+    def key_of(self, layout: Layout) -> None:
+        return None
+
     def plan(self, layout: Layout) -> Self:
         return self
 

@@ -73,6 +73,9 @@ class TorchNativeAttention:
         """On a CPU only. Elsewhere the host would have to wait for the numbers of rows."""
         return not mirrors(self.pool.keys[0].device)
 
+    def key_of(self, layout: Layout) -> None:
+        return None
+
     def plan(self, layout: Layout) -> Self:
         return self
 

@@ -24,6 +24,7 @@ from eagle_server.request import (
 )
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
+from eagle_server.worker.warm_up import warm_up_mixed
 from eagle_server.worker.worker import Worker, do_nothing
 
 if TYPE_CHECKING:
@@ -68,6 +69,16 @@ class Engine:
         """Start to load, on a thread, what grammars need. Otherwise the first request with a grammar waits for it."""
         if self._grammars is not None:
             self._grammars.preload()
+
+    @property
+    def lacks_graphs(self) -> bool:
+        """Whether mixed forwards were launched eagerly because no graph held them."""
+        return bool(self.worker.uncaptured)
+
+    def capture_graph(self) -> None:
+        """Capture a graph for one of them. No request may run."""
+        with self._cores:
+            warm_up_mixed(self.worker, *self.worker.uncaptured.pop(0))
 
     def add(self, request: Request) -> None:
         """Queue a request. If it can never be served, the next `step` returns its error."""

@@ -103,6 +103,11 @@ class Cycle:
         """Of the verify forward."""
         return len(self.logits) if self.plan.decodes else 0
 
+    @property
+    def joined(self) -> int:
+        """Rows of prompts in the verify forward, with their padding."""
+        return 0 if self.prefilled is None else sum(self.prefilled[0].counts) + self.prefilled[1].padding
+
     def start_copy(self) -> None:
         """Start to copy what the host reads."""
         tensors: dict[str, Tensor] = {}

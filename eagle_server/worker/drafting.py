@@ -222,7 +222,7 @@ class TreeDrafting:
             stages,
             is_measured=measured,
             rows=cycle.rows,
-            joined=0 if cycle.prefilled is None else sum(cycle.prefilled[0].counts),
+            joined=cycle.joined,
             extended=cycle.extended,
             forwards=self.drafter.forwards(cycle.steps) if has_drafted else 0,
             fed=cycle.fed,

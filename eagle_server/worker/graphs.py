@@ -83,6 +83,10 @@ class Graphs:
             captured = self._captured[key] = _capture(self._recorder, key[0], function, inputs)
         return captured.run(inputs)  # type: ignore[no-any-return]
 
+    def holds(self, key: GraphKey) -> bool:
+        """Whether `key` was captured."""
+        return key in self._captured
+
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """What was captured so far."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +15,11 @@ from eagle_server.attention.batches import (
     MIXED_ROWS,
     mixed_batch,
     mixed_layout,
+    pieces_batch,
     verify_batch,
     verify_layout,
 )
-from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, PagedRequests
+from eagle_server.attention.interface import AttentionBackend, AttentionPlan, BoundAttention, Layout, PagedRequests
 from eagle_server.attention.recurrent import MixedRows, PromptRows, TreeRows
 from eagle_server.attention.spec_info import EagleVerifyInput
 from eagle_server.cache.pool import Pool
@@ -27,8 +29,8 @@ from eagle_server.ops.device import upload
 from eagle_server.plan import NO_MOVES, Chunk, StateMoves, StateSave
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, compacted
-from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch, PromptPieces
+from eagle_server.worker.graphs import GraphKey, Graphs
 from eagle_server.worker.host import to_host
 from eagle_server.worker.rank_messages import send_keep, send_prefill, send_settle, send_verify
 from eagle_server.worker.request_states import RequestStates
@@ -48,11 +50,15 @@ class Verified:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """features [rows, F] of all chunk rows; logits float32 [n, vocab], of which each chunk has `logit_rows`."""
+    """features [rows, F] of all chunk rows; logits float32 [n, vocab], of which each chunk has `logit_rows`.
+
+    padding: rows that were computed beside those of the chunks.
+    """
 
     features: Tensor
     logits: Tensor
     logit_rows: tuple[int, ...]
+    padding: int = 0
 
 
 class Verifier:
@@ -63,7 +69,7 @@ class Verifier:
     aux_boundaries: the residual streams that form the drafter's features, see `Target`; (): the last hidden states do.
 
     captured_rows: rows of the largest captured verify forward; 0: none. All captured ones write their logits to one
-    buffer, so they are valid until the next verification.
+    buffer, so they are valid until the next verification. So are the features of captured mixed forwards.
     """
 
     def __init__(
@@ -79,8 +85,11 @@ class Verifier:
     ) -> None:
         self.target, self.attention, self.pool, self.states = target, attention, pool, states
         self.graphs, self.ranks, self.aux_boundaries = graphs or Graphs(), ranks, aux_boundaries
-        size = (captured_rows, target.config.vocab_size)
-        self._logits = torch.empty(size, dtype=torch.float32, device=target.embed.device)
+        config, device = target.config, target.embed.device
+        logits, features = (captured_rows + most if captured_rows else 0 for most in (MIXED_CHUNKS, MIXED_ROWS))
+        self._logits = torch.empty((logits, config.vocab_size), dtype=torch.float32, device=device)
+        width = max(1, len(aux_boundaries)) * config.hidden_size
+        self._mixed_features = torch.empty((features, width), dtype=config.dtype, device=device)
 
     @property
     def settled(self) -> bool:
@@ -141,27 +150,104 @@ class Verifier:
             and sum(len(chunk.tokens) for chunk in chunks) <= MIXED_ROWS
         )
 
+    def mixed_key(self, batch: DecodeBatch, tree: Tree, pieces: PromptPieces) -> GraphKey | None:
+        """The key of the graph of a mixed forward; None: it is not captured."""
+        if self.states is not None:
+            return None
+        key = self.attention.key_of(mixed_layout(_layout_of(batch, tree), pieces.layout))
+        return None if key is None else ("verify", key)
+
     def mixed(
+        self,
+        batch: DecodeBatch,
+        tree: Tree,
+        prompts: PromptBatch,
+        chunks: tuple[Chunk, ...],
+        pieces: PromptPieces | None = None,
+    ) -> tuple[Verified, Prefilled]:
+        """`verify` and `prefill` in one forward, which reads the weights once.
+
+        pieces: the chunks for a captured forward, see `mixed_key`; None: it is launched eagerly.
+        """
+        self.settle()
+        if pieces is not None:
+            return self._mixed_captured(batch, tree, chunks, pieces)
+        return self._mixed_eager(batch, tree, prompts, chunks)
+
+    def _mixed_captured(
+        self, batch: DecodeBatch, tree: Tree, chunks: tuple[Chunk, ...], pieces: PromptPieces
+    ) -> tuple[Verified, Prefilled]:
+        layout = mixed_layout(_layout_of(batch, tree), pieces.layout)
+        plan = self.attention.plan(layout)
+        (rows, counts), computed = _wanted_rows(chunks), sum(layout.q_lens)
+        wanted, nodes = np.zeros(MIXED_CHUNKS, dtype=np.int64), computed - sum(pieces.layout.q_lens)
+        wanted[: len(rows)] = pieces.places[rows]
+        numbers = upload(np.concatenate([pieces.numbers, wanted, pieces.places]), batch.seq_lens.device)
+        fixed, places = numbers.tensor_split([len(pieces.numbers) + MIXED_CHUNKS])
+        out = self._logits[: nodes + MIXED_CHUNKS], self._mixed_features[:computed]
+        function = partial(self._mixed_pieces, plan, layout, out)
+        both = self.graphs.run(("verify", plan.graph_key), function, tree.without_estimates(), batch.requests, fixed)
+        features, logits = both.features[nodes:].index_select(0, places), both.logits[nodes : nodes + len(rows)]
+        prefilled = Prefilled(features, logits, counts, computed - nodes - len(places))
+        return Verified(both.logits[:nodes], both.features[:nodes]), prefilled
+
+    def _mixed_pieces(
+        self,
+        plan: AttentionPlan,
+        layout: Layout,
+        out: tuple[Tensor, Tensor],
+        tree: Tree,
+        requests: PagedRequests,
+        numbers: Tensor,
+    ) -> Verified:
+        """numbers: those of `PromptPieces`, and MIXED_CHUNKS rows of the pieces whose logits are wanted."""
+        trees, pieces = layout.parts
+        rows, count = sum(pieces.q_lens), len(pieces.q_lens)
+        sizes = [rows, rows, rows, rows, count, count, MIXED_CHUNKS]
+        tokens, positions, slots, row_slots, indices, kv_lens, wanted = numbers.split_with_sizes(sizes)
+        verified = verify_batch(EagleVerifyInput(tree), requests, trees)
+        paged = PagedRequests(indices, kv_lens, requests.req_to_token)
+        prompts = pieces_batch(paged, slots, row_slots, pieces)
+        bound = plan.bind(mixed_batch(verified, prompts, layout))
+        return self._mixed_rows(bound, tree, (tokens, positions), wanted, out)
+
+    def _mixed_eager(
         self, batch: DecodeBatch, tree: Tree, prompts: PromptBatch, chunks: tuple[Chunk, ...]
     ) -> tuple[Verified, Prefilled]:
-        """`verify` and `prefill` in one forward, which reads the weights once. No graph captures it."""
-        self.settle()
         trees = verify_batch(EagleVerifyInput(tree), batch.requests, _layout_of(batch, tree))
         layout = mixed_layout(trees.layout, prompts.attention.layout)
-        tokens, positions = _computed_nodes(tree)
-        indices = upload(prompts.req_pool_indices, positions.device)  # `prompts` may have a page table of its own
+        indices = upload(prompts.req_pool_indices, batch.seq_lens.device)  # `prompts` may have a page table of its own
         attention = mixed_batch(trees, replace(prompts.attention, req_pool_indices=indices), layout)
-        nodes, (rows, counts) = len(tokens), _wanted_rows(chunks)
+        nodes, (rows, counts) = sum(trees.layout.q_lens), _wanted_rows(chunks)
         if self.states is not None:
             pool = self.states.pool
             tree_rows = TreeRows(pool, tree, batch.req_pool_indices)
             attention = replace(attention, recurrent=MixedRows(tree_rows, PromptRows(pool, *_pieces(chunks)), nodes))
-        tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
-        out = self.target(tokens, positions, self.attention.plan(layout).bind(attention), self.aux_boundaries)
-        wanted = upload([*range(nodes), *(nodes + row for row in rows)], positions.device)
-        logits, features = self.target.logits(out.hidden.index_select(0, wanted)), self._features(out)
-        prefilled = Prefilled(features[nodes:], logits[nodes:], counts)
-        return Verified(logits[:nodes], features[:nodes]), prefilled
+        bound = self.attention.plan(layout).bind(attention)
+        wanted = upload(rows, batch.seq_lens.device)
+        both = self._mixed_rows(bound, tree, (prompts.tokens, prompts.positions), wanted)
+        prefilled = Prefilled(both.features[nodes:], both.logits[nodes:], counts)
+        return Verified(both.logits[:nodes], both.features[:nodes]), prefilled
+
+    def _mixed_rows(
+        self,
+        bound: BoundAttention,
+        tree: Tree,
+        prompts: tuple[Tensor, Tensor],
+        wanted: Tensor,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> Verified:
+        """Logits of all nodes and of the wanted rows of the prompts, and features of all rows.
+
+        prompts: tokens and positions. out: where to write both.
+        """
+        tokens, positions = (torch.cat(parts) for parts in zip(_computed_nodes(tree), prompts, strict=True))
+        computed = self.target(tokens, positions, bound, self.aux_boundaries)
+        nodes, features = len(tokens) - len(prompts[0]), self._features(computed)
+        hidden = torch.cat([computed.hidden[:nodes], computed.hidden[nodes:].index_select(0, wanted)])
+        if out is None:
+            return Verified(self.target.logits(hidden), features)
+        return Verified(self.target.logits(hidden, out[0]), out[1].copy_(features))
 
     def run_prefill(
         self, batch: PromptBatch, rows: list[int], pieces: Sequence[tuple[int, int, int]], saves: Sequence[StateSave]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from eagle_server.attention.batches import CAPTURED_PIECES, PIECE_ROWS
 from eagle_server.ops.device import has_streams, mirrors
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
@@ -47,6 +48,19 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
     worker.run(CyclePlan(released=(row,), warm_up=shape))
     if has_streams(worker.batches.device):
         torch.cuda.synchronize()
+
+
+def warm_up_mixed(worker: Worker, shape: TreeShape, size: int, length: int, pieces: int) -> None:
+    """Run `size` decodes of this length, with trees of this shape, and a prompt in one forward, for its graph.
+
+    pieces: of the forward, one of CAPTURED_PIECES. The prompt is the shortest that needs so many.
+    """
+    row = worker.batches.pad_row
+    rows = 1 + PIECE_ROWS * max((count for count in CAPTURED_PIECES if count < pieces), default=0)
+    prompt = Chunk(row, 0, (0,) * rows, next_token=None, sampling=_GREEDY)
+    decodes = (Decode(row, length, verified_id=0, sampling=_GREEDY),) * size
+    worker.run(CyclePlan((prompt,), decodes, released=(row,), warm_up=shape))
+    worker.run(CyclePlan(released=(row,), warm_up=shape))
 
 
 def measure_costs(

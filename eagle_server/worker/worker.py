@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_server.attention.batches import CAPTURED_PIECES
 from eagle_server.ops.device import mirrors, upload
-from eagle_server.plan import Chunk, CyclePlan, CycleResult
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, TreeShape
 from eagle_server.speculation.accept import Acceptance
 from eagle_server.speculation.sampling import draw
-from eagle_server.speculation.tree import root_alone
+from eagle_server.speculation.tree import Tree, root_alone
 from eagle_server.worker.ahead import ForwardAhead
-from eagle_server.worker.batch.batch import Batches, DecodeBatch, PromptBatch
+from eagle_server.worker.batch.batch import Batches, DecodeBatch, PromptBatch, PromptPieces
 from eagle_server.worker.clock import PREFILL, StageClock
 from eagle_server.worker.cycle import Cycle, Drawn
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
+from eagle_server.worker.graphs import GraphKey
 from eagle_server.worker.verifier import Verified, Verifier
 
 
@@ -49,6 +51,9 @@ class Worker:
         # The last cycle's chunks, rows and features, if the drafter has not read them.
         self._prompts: tuple[tuple[Chunk, ...], PromptBatch, Tensor | None] | None = None
         self._reading = StageClock(batches.device)  # what it took to read the last ones
+        # Mixed forwards that no graph held, for `warm_up_mixed`: tree, requests, their longest text, pieces of prompts.
+        self.uncaptured: list[tuple[TreeShape, int, int, int]] = []
+        self._missed: set[GraphKey] = set()  # their keys
 
     @property
     def drafter(self) -> Drafter[Any]:
@@ -118,7 +123,7 @@ class Worker:
             chunks = cycle.plan.chunks
             if verified is None and self.verifier.mixes(chunks):
                 prompts = self.batches.prefill(chunks)
-                verified, prefilled = self.verifier.mixed(batch, tree, prompts, chunks)
+                verified, prefilled = self.verifier.mixed(batch, tree, prompts, chunks, self._pieces(cycle, tree))
                 cycle.prefilled = prompts, prefilled
             elif verified is None:
                 verified = self.verifier.verify(batch, tree)
@@ -133,6 +138,26 @@ class Worker:
         with clock.stage("keep"):
             self.verifier.keep(batch, tree, cycle.accepted)
             self._record(cycle, verified.features)
+
+    def _pieces(self, cycle: Cycle, tree: Tree) -> PromptPieces | None:
+        """The cycle's chunks for a captured mixed forward; None: no graph holds it.
+
+        Only warm-up captures. What other cycles have missed is in `uncaptured`, for a moment without requests.
+        """
+        batch, plan = cycle.batch, cycle.plan
+        pieces = self.batches.pieces(plan.chunks) if self.overlaps else None
+        key = None if pieces is None else self.verifier.mixed_key(batch, tree, pieces)
+        if pieces is None or key is None:
+            return None
+        if plan.warm_up is not None or self.verifier.graphs.holds(key):
+            return pieces
+        most = len(self.batches.sizes) * len(CAPTURED_PIECES)
+        if key not in self._missed and len(self._missed) < most:
+            self._missed.add(key)
+            shape = cycle.budget.shape if cycle.draft_batch is not None else TreeShape(0, 1)
+            sizes = len(batch.seq_lens_host), max(batch.seq_lens_host), len(pieces.layout.q_lens)
+            self.uncaptured.append((shape, *sizes))
+        return None
 
     @torch.inference_mode()
     def read_prompts(self) -> None:

@@ -100,6 +100,11 @@ class FakeEngine:
     def preload(self) -> None:
         pass
 
+    lacks_graphs = False
+
+    def capture_graph(self) -> None:
+        raise AssertionError("there are no graphs")
+
     def ready(self) -> Ready:
         return Ready(
             context_length=CONTEXT_LENGTH,

@@ -100,6 +100,26 @@ def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
     assert equal >= len(everything) - 2, str(verdict)
 
 
+@pytest.mark.parametrize("tree", TREES, ids=NAMES)
+def test_captured_mixed_forwards_draw_what_eager_ones_draw(pair: Pair, library: Any, tree: dict[str, int]) -> None:
+    asked, joining = SCENES["a batch that changes"]
+    everything = [*asked, *(each for more in joining.values() for each in more)]
+    engine = pair.engine(
+        **tree, backend="flashinfer", graph_sizes=SIZES, chunked_prefill_size=96, stand_ins=stand_ins(pair, library)
+    )
+    texts, mixed = [], 0
+    for _ in range(2):
+        texts.append(tokens_of(run(engine, asked, joining=joining)))
+        while engine.lacks_graphs:
+            engine.capture_graph()
+            mixed += 1
+        engine.scheduler.kv.clear()
+    assert mixed
+    judged = [each for each in everything if not each.sampling.top_k and not each.sampling.min_tokens]
+    verdict = judge(pair.target, judged, texts[0], texts[1], MARGIN[pair.dtype])
+    assert not verdict.wrong, str(verdict)
+
+
 @pytest.mark.parametrize("sizes", [SIZES, pytest.param((), marks=pytest.mark.slow)], ids=["graphs", "eager"])
 def test_trees_that_follow_the_load_draw_what_plain_decoding_draws(
     pair: Pair, library: Any, sizes: tuple[int, ...]

@@ -170,35 +170,36 @@ class FlashInferAttention(FlashInferBackend):
         arguments = plan_arguments(heads, kind.spec.scale, 0 if masked else kind.spec.window)
         arguments |= {"head_dim_qk": heads.head_dim, "causal": kind.mode == "prefill"}
         buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": kernel}
-        if kind.static:
+        if kind.scratch is not None:
             device = self.workspace.device
             requests, rows = (kind.batch * kind.rows, 1) if kind.mode == "per_node" else (kind.batch, kind.rows)
             arguments["uniform_q_len"] = rows
             buffers |= {
                 "qo_indptr_buf": int_buffer(requests + 1, device),
                 "paged_kv_indptr_buf": int_buffer(requests + 1, device),
-                "paged_kv_indices_buf": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "paged_kv_indices_buf": kind.scratch.slots(kind.mode, kind.batch, kind.rows),
                 "paged_kv_last_page_len_buf": int_buffer(requests, device),
             }
         if masked:
-            mask = self.scratch.mask(kind.batch, kind.rows, kind.spec.window)
+            assert kind.scratch is not None
+            mask = kind.scratch.mask(kind.batch, kind.rows, kind.spec.window)
             buffers |= {"custom_mask_buf": mask.bits, "mask_indptr_buf": mask.indptr}
         wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self.workspace.buffer, "NHD", **buffers)
-        if not kind.static:
+        if kind.scratch is None:
             return PagedWrapper(wrapper, self.workspace, arguments, static=False)
         lengths = buffers["paged_kv_indptr_buf"], buffers["paged_kv_last_page_len_buf"]
-        return StaticWrapper(wrapper, self.workspace, arguments, lengths, self.scratch.limits.kv_len)
+        return StaticWrapper(wrapper, self.workspace, arguments, lengths, kind.scratch.limits.kv_len)
 
     def _decode(self, kind: WrapperKind) -> DecodeWrapper:
         heads = self._heads_of(kind.spec)
         arguments = plan_arguments(heads, kind.spec.scale, kind.spec.window) | {"head_dim": heads.head_dim}
         buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": "fa2"}
-        if kind.static:
+        if kind.scratch is not None:
             device = self.workspace.device
             queries = kind.batch * kind.rows
             buffers |= {
                 "paged_kv_indptr_buffer": int_buffer(queries + 1, device),
-                "paged_kv_indices_buffer": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "paged_kv_indices_buffer": kind.scratch.slots(kind.mode, kind.batch, kind.rows),
                 "paged_kv_last_page_len_buffer": int_buffer(queries, device),
             }
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(

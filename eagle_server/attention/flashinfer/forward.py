@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import MIXED_CHUNKS, parts_of
+from eagle_server.attention.batches import CAPTURED_PIECES, MIXED_CHUNKS, PIECE_ROWS, parts_of
 from eagle_server.attention.flashinfer.scratch import LONG_ROWS, AttentionLimits, Mode, Scratch, TreeBlock, window_of
 from eagle_server.attention.flashinfer.wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
@@ -45,14 +45,21 @@ class PlanSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class WrapperKind:
-    """The properties that a wrapper is made for. Wrappers of one kind are interchangeable. batch 0: any batch size."""
+    """The properties that a wrapper is made for. Wrappers of one kind are interchangeable. batch 0: any batch size.
+
+    scratch: has the buffers of a static wrapper; None: it is not static.
+    """
 
     mode: Mode
     spec: PlanSpec
     batch: int = 0
     rows: int = 0
-    static: bool = False
+    scratch: Scratch | None = None
     long: bool = False  # prompt chunks, for which fa3 is taken where FlashInfer has it
+
+    @property
+    def static(self) -> bool:
+        return self.scratch is not None
 
 
 class Wrapper(Protocol):
@@ -83,9 +90,11 @@ class FlashInferBackend(ABC):
         self.specs = tuple(dict.fromkeys(PlanSpec(*spec) for spec in specs))
         self._by_shape = any(spec.shape is not None for spec in self.specs)
         self.scratch = Scratch(limits, pool.keys[0].device)
-        # Of the chunks in mixed forwards.
-        self._chunks_scratch = Scratch(AttentionLimits(MIXED_CHUNKS, limits.kv_len), pool.keys[0].device)
-        self._static: dict[Hashable, _StaticWrappers] = {}
+        # Of the chunks in mixed forwards. The padding of a piece may end behind the longest request.
+        captured = {"graph_batches": CAPTURED_PIECES, "graph_rows": (PIECE_ROWS,)} if limits.graph_batches else {}
+        chunks = AttentionLimits(MIXED_CHUNKS, limits.kv_len + PIECE_ROWS, **captured)
+        self._chunks_scratch = Scratch(chunks, pool.keys[0].device)
+        self._static: dict[tuple[Scratch, Hashable], _StaticWrappers] = {}
         self._free: defaultdict[WrapperKind, list[Wrapper]] = defaultdict(list)
 
     @abstractmethod
@@ -95,6 +104,13 @@ class FlashInferBackend(ABC):
     @abstractmethod
     def make(self, kind: WrapperKind) -> Wrapper:
         """A new wrapper."""
+
+    def key_of(self, layout: Layout) -> Hashable | None:
+        """See `AttentionBackend.key_of`."""
+        if not layout.chunks:
+            return self._key(layout, self.scratch)
+        trees, chunks = layout.parts
+        return _both(self._key(trees, self.scratch), self._key(chunks, self._chunks_scratch))
 
     def plan(self, layout: Layout) -> FlashInferPlan | MixedPlan:
         """See `AttentionBackend.plan`.
@@ -107,21 +123,27 @@ class FlashInferBackend(ABC):
         trees, chunks = layout.parts
         return MixedPlan(self._plan(trees, self.scratch), self._plan(chunks, self._chunks_scratch))
 
+    def _modes(self, layout: Layout) -> tuple[Mode, ...]:
+        return tuple(self.mode(layout, spec.window) for spec in self.specs)
+
+    def _key(self, layout: Layout, scratch: Scratch) -> Hashable | None:
+        batch, rows, limits = len(layout.q_lens), layout.q_len or 0, scratch.limits
+        if batch not in limits.graph_batches or rows not in limits.graph_rows:
+            return None
+        return self._modes(layout), batch, rows, layout.mask_width, layout.num_visible
+
     def _plan(self, layout: Layout, scratch: Scratch) -> FlashInferPlan:
         _check(layout, scratch.limits)
-        batch, rows, limits = len(layout.q_lens), layout.q_len or 0, scratch.limits
-        static = batch in limits.graph_batches and rows in limits.graph_rows
-        modes = tuple(self.mode(layout, spec.window) for spec in self.specs)
+        modes, key = self._modes(layout), self._key(layout, scratch)
         both = zip(self.specs, modes, strict=True)
-        kinds = tuple(self._kind(layout, spec, mode, static=static) for spec, mode in both)
-        key = (modes, batch, rows, layout.mask_width, layout.num_visible) if static else None
+        kinds = tuple(self._kind(layout, spec, mode, scratch, static=key is not None) for spec, mode in both)
         shared = None
         if key is None:
             wrappers = tuple(self._borrow(kind) for kind in kinds)
         else:
-            shared = self._static.get(key)
+            shared = self._static.get((scratch, key))
             if shared is None:
-                shared = self._static[key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
+                shared = self._static[scratch, key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
             wrappers = shared.wrappers
         pending = [(mode, wrapper) for mode, wrapper in zip(modes, wrappers, strict=True) if not wrapper.is_planned]
         inputs = _plan_inputs(scratch, layout, [mode for mode, _ in pending])
@@ -147,11 +169,11 @@ class FlashInferBackend(ABC):
         except ValueError:
             raise ValueError(f"the backend was built for {self.specs}, not for {layer}") from None
 
-    def _kind(self, layout: Layout, spec: PlanSpec, mode: Mode, *, static: bool) -> WrapperKind:
+    def _kind(self, layout: Layout, spec: PlanSpec, mode: Mode, scratch: Scratch, *, static: bool) -> WrapperKind:
         batch, rows = len(layout.q_lens), layout.q_len or 0
         # A masked wrapper uses our buffers only with use_cuda_graph, which fixes its batch size and number of rows.
         if static or mode == "mask":
-            return WrapperKind(mode, spec, batch, rows, static=True)
+            return WrapperKind(mode, spec, batch, rows, scratch)
         return WrapperKind(mode, spec, long=mode == "prefill" and max(layout.q_lens) >= LONG_ROWS)
 
     def _borrow(self, kind: WrapperKind) -> Wrapper:
@@ -240,7 +262,10 @@ class MixedPlan:
 
     trees: FlashInferPlan
     chunks: FlashInferPlan
-    graph_key: ClassVar[None] = None
+
+    @property
+    def graph_key(self) -> Hashable | None:
+        return _both(self.trees.graph_key, self.chunks.graph_key)
 
     def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
         """See `AttentionPlan.bind`."""
@@ -302,6 +327,11 @@ class BoundFlashInfer(BoundAttention):
             prefix, out = (out, lse), torch.empty_like(out)
             tree_block_attention(q, keys, values, self.tree.slots, self.tree.mask, layer.scale, prefix, out)
         return out
+
+
+def _both(trees: Hashable | None, chunks: Hashable | None) -> Hashable | None:
+    """The graph key of a mixed forward, of those of its parts."""
+    return None if trees is None or chunks is None else (trees, chunks)
 
 
 def _plan_inputs(scratch: Scratch, layout: Layout, modes: Sequence[Mode]) -> list[tuple[Lengths, Tensor]]:

@@ -82,12 +82,12 @@ class FlashInferMLAAttention(FlashInferBackend):
             "output_dtype": self._dtype,
         }
         buffers: dict[str, Any] = {}
-        if kind.static:
+        if kind.scratch is not None:
             device = self.workspace.device
             buffers = {
                 "qo_indptr": int_buffer(kind.batch + 1, device),
                 "kv_indptr": int_buffer(kind.batch + 1, device),
-                "kv_indices": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "kv_indices": kind.scratch.slots(kind.mode, kind.batch, kind.rows),
                 "kv_len_arr": int_buffer(kind.batch, device),
             }
         if self._kernel is None:

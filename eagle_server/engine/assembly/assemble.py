@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from eagle_server.algorithms import ALGORITHMS
+from eagle_server.attention.batches import CAPTURED_PIECES
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.block_events import BlockEvents, block_size_of
 from eagle_server.cache.checkpoints import Checkpoints
@@ -48,7 +49,7 @@ from eagle_server.worker.first_drafts import FirstDrafts
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder, bucket_sizes
 from eagle_server.worker.request_states import RequestStates
 from eagle_server.worker.verifier import Verifier
-from eagle_server.worker.warm_up import measure_costs, warm_up
+from eagle_server.worker.warm_up import measure_costs, warm_up, warm_up_mixed
 from eagle_server.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -239,6 +240,8 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
         largest = {size: fitting(shapes, size)[0] for size in every}
         for shape in dict.fromkeys(largest.values()):
             warm_up(worker, shape, [size for size in every if largest[size] == shape], lengths)
+        for pieces in CAPTURED_PIECES:  # their graphs are captured later, where the server has nothing else to do
+            warm_up_mixed(worker, TreeShape(0, 1), every[0], lengths[0], pieces)
     backends.freeze()
     captured = {shape: [size for size in config.graph_sizes[::-1] if shape in shapes[size]] for shape in _all(shapes)}
     with tqdm(total=sum(map(len, captured.values())), desc="capture graphs", unit="batch", disable=None) as bar:

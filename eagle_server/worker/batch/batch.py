@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle_server.attention.batches import prefill_batch
+from eagle_server.attention.batches import CAPTURED_PIECES, PIECE_ROWS, piece_ends, pieces_layout, prefill_batch
 from eagle_server.attention.interface import AttentionBatch, Causal, Layout, PagedRequests
 from eagle_server.cache.page_table import PageTable
 from eagle_server.models.ranks import RankGroup
@@ -118,6 +119,20 @@ class Prompts:
     features: Tensor | None = None  # [rows, F], of the pairs: the target's at the positions before the tokens
 
 
+@dataclass(frozen=True)
+class PromptPieces:
+    """Prompt chunks in pieces of equal rows, with padding, for a captured forward: see `pieces_layout`.
+
+    numbers: int64, tokens, positions, and slots to write and to read of all rows, then req_pool_indices and lengths of
+    the pieces.
+    places: int64 [rows of the chunks], their rows among those of the pieces.
+    """
+
+    layout: Layout
+    numbers: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+
 def prompt_batch(
     pieces: Sequence[Piece], req_to_token: Tensor, req_pool_indices: Sequence[int] | None = None
 ) -> PromptBatch:
@@ -221,6 +236,29 @@ class Batches:
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The rows of all chunks for the target."""
         return prompt_batch([(c.req_pool_index, c.start, c.tokens) for c in chunks], self.table.tensor)
+
+    def pieces(self, chunks: Sequence[Chunk]) -> PromptPieces | None:
+        """The chunks as a captured mixed forward takes them; None: they do not fit one."""
+        spans = [(chunk.start, len(chunk.tokens)) for chunk in chunks]
+        needed = sum(len(piece_ends(rows)) for _, rows in spans)
+        count = next((count for count in CAPTURED_PIECES if count >= needed), 0)
+        if not count or any(chunk.prompt_logprobs for chunk in chunks):
+            return None
+        layout = pieces_layout(spans, count)
+        if max(layout.kv_lens) > self.table.width:
+            return None
+        rows = np.zeros((4, count * PIECE_ROWS), dtype=np.int64)
+        indices, places, first = np.full(count, self.pad_row), list[NDArray[np.int64]](), 0
+        for chunk, (start, length) in zip(chunks, spans, strict=True):
+            own, pieces = slice(first * PIECE_ROWS, first * PIECE_ROWS + length), len(piece_ends(length))
+            slots = self.table.slots[chunk.req_pool_index, start : start + length]
+            rows[:, own] = chunk.tokens, np.arange(start, start + length), slots, slots
+            rows[3, own.stop : (first + pieces) * PIECE_ROWS] = slots[-1]
+            indices[first : first + pieces] = chunk.req_pool_index
+            places.append(np.arange(own.start, own.stop))
+            first += pieces
+        numbers = np.concatenate([rows.ravel(), indices, np.asarray(layout.kv_lens)])
+        return PromptPieces(layout, numbers, np.concatenate(places))
 
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""

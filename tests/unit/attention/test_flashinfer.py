@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.attention.batches import PIECE_ROWS, mixed_batch, mixed_layout, pieces_batch, pieces_layout
 from eagle_server.attention.flashinfer import wrappers
 from eagle_server.attention.flashinfer.backend import FlashInferAttention
 from eagle_server.attention.flashinfer.forward import FlashInferBackend
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.flashinfer.scratch import AttentionLimits
-from eagle_server.attention.interface import AttentionBackend, LayerSpec
+from eagle_server.attention.interface import AttentionBackend, LayerSpec, PagedRequests
 from eagle_server.attention.torch_native import TorchNativeAttention, torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
@@ -27,7 +29,7 @@ from tests.support import flashinfer_planner
 from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.flashinfer_paged import SMS
-from tests.support.paged import CPU, Case, World, causal, draft_step, mixed, replay_with, verify
+from tests.support.paged import CPU, Case, World, as_projected, causal, draft_step, mixed, replay_with, verify
 
 TOLERANCE = 1e-5
 LAYERS = ((0.37, 0), (0.37, 5), (0.2, 0), (0.37, 0))  # scale and sliding window; the last is like the first
@@ -400,3 +402,35 @@ def test_what_flashinfer_cannot_compute_is_refused_with_a_way_out() -> None:
         FlashInferAttention(pool, workspace, heads=4, specs=FULL, limits=EAGER, module=Real())
     with pytest.raises(ValueError, match="no sliding windows"):
         FlashInferMLAAttention(latents, workspace, heads=4, specs=LAYERS, limits=EAGER, module=Emulation())
+
+
+@pytest.mark.parametrize("name", ["mask", "cascade", "latent"])
+def test_padding_of_pieces_reads_a_slot_of_its_chunk_whatever_the_page_table_names_there(name: str) -> None:
+    """Behind a chunk the page table may name slots of requests that have left. Here they hold NaN, and slot 0 too."""
+    world = latent_world() if name == "latent" else World(LAYERS)
+    backend = mla(world, STATIC).backend if name == "latent" else flashinfer(world, STATIC, name).backend
+    trees, chunk = verify(world, [0, 2], [0, 9]), causal(world, [5], [5], [14])
+    layout = pieces_layout([(9, 5)], count=2)
+    slots = torch.zeros(2 * PIECE_ROWS, dtype=torch.int64)
+    slots[:5] = chunk.batch.out_cache_loc
+    row_slots = slots.clone()
+    row_slots[5:PIECE_ROWS] = slots[4]
+    requests = PagedRequests(torch.tensor([5, 1]), torch.tensor(layout.kv_lens), world.req_to_token)
+    batch = mixed_batch(
+        trees.batch, pieces_batch(requests, slots, row_slots, layout), mixed_layout(trees.layout, layout)
+    )
+    both = mixed(trees, chunk)
+    both.arrive()
+    queries, padding = both.queries(), 2 * PIECE_ROWS - 5
+    plan = backend.plan(batch.layout)
+    assert plan.graph_key is not None and plan.graph_key == backend.key_of(batch.layout)
+    bound, found = plan.bind(batch), []
+    for layer in world.layers:
+        k, v = (
+            torch.cat([x[layer.index, row, p.start : p.stop] for row, p in both.new])
+            for x in (world.keys, world.values)
+        )
+        rows = (F.pad(x, (0, 0, 0, 0, 0, padding), value=torch.nan) for x in (queries[layer.index], k, v))
+        found.append(bound.run(*as_projected(*rows), layer))
+    out = torch.stack(found)
+    assert error(out[:, : len(queries[0])], both.expected(queries)) < TOLERANCE

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from eagle_server.engine.assembly import assemble
+from eagle_server.engine.engine import Engine
 from eagle_server.models.layers import DecoderLayer
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.speculation.accept import Lossless
@@ -22,7 +23,9 @@ from eagle_server.worker.drafters import eagle
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.worker import Worker
-from tests.support.engines import random_head, random_target, request, speculative
+from tests.support import kernel_counts
+from tests.support.engines import random_head, random_target, request, run, speculative
+from tests.support.flashinfer_emulation import Emulation
 from tests.support.kernel_counts import CountedRecorder, LaunchCounter, take_gpu_branches
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +36,6 @@ LAYERS = 4
 
 def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **settings: Any) -> LaunchCounter:
     """The counts of the second cycle that decodes: the first one captures the graphs."""
-    monkeypatch.setattr(assemble, "warm_up", lambda *_: None)
     counter = LaunchCounter()
     module = take_gpu_branches(monkeypatch, counter)
     stages = {
@@ -51,9 +53,23 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
     }
     for stage, place in stages.items():
         counter.watch(monkeypatch, *place, stage)
+    engine = serving(monkeypatch, counter, module, **settings)
+    engine.add(request(0, range(1, 9), temperature=0.7, ignore_eos=True, max_tokens=60, **sampling))
+    with counter:
+        for _ in range(3):
+            counter.clear()
+            engine.step()
+    print("\n" + counter.table())
+    return counter
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter, module: Emulation, **settings: Any) -> Engine:
+    """An engine without warm-up."""
+    for name in ("warm_up", "warm_up_mixed"):
+        monkeypatch.setattr(assemble, name, lambda *_: None)
     target = random_target(layers=LAYERS, torch_dtype="bfloat16").to(torch.bfloat16)
     head = random_head(target, "EAGLE3").to(torch.bfloat16)  # type: ignore[attr-defined]
-    engine = speculative(
+    return speculative(
         target,
         head,
         6,
@@ -66,13 +82,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
         poison=False,
         **settings,
     )
-    engine.add(request(0, range(1, 9), temperature=0.7, ignore_eos=True, max_tokens=60, **sampling))
-    with counter:
-        for _ in range(3):
-            counter.clear()
-            engine.step()
-    print("\n" + counter.table())
-    return counter
 
 
 TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
@@ -112,3 +121,36 @@ def test_a_cycle_launches_as_many_kernels(
     """Kernels and uploads by stage. `layer` is one layer of `verify`, which has the rest."""
     counter = counted(monkeypatch, sampling, **settings)
     assert counter.numbers("layer", LAYERS) == golden
+
+
+# Kernels and uploads that the host launches for a mixed forward of 4 layers, without and with a graph, and the graph's.
+EAGER = {"mixed": (72, 7)}
+CAPTURED = {"mixed": (3, 1), "replayed": (81, 0)}
+
+
+@pytest.mark.deep
+def test_a_captured_mixed_forward_is_one_replay_beside_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 40 tokens beside one request. FlashInfer's plan on the host is five of the uploads."""
+    counter, found = LaunchCounter(), []
+    module = take_gpu_branches(monkeypatch, counter)
+    engine = serving(monkeypatch, counter, module)
+    counter.watch(monkeypatch, Verifier, "mixed", "mixed")
+    counter.watch(monkeypatch, kernel_counts._CountedCall, "replay", "replayed")
+    mixed = Verifier.mixed
+
+    def alone(*args: Any) -> Any:
+        counter.clear()
+        result = mixed(*args)
+        found.append({name: (kernels.total(), counter.uploads[name]) for name, kernels in counter.kernels.items()})
+        return result
+
+    monkeypatch.setattr(Verifier, "mixed", alone)
+    joining = request(1, range(1, 41), max_tokens=2, ignore_eos=True)
+    for _ in range(3):  # the first one plans wrappers, the second one captures
+        engine.scheduler.kv.clear()
+        with counter:
+            run(engine, [request(0, range(1, 9), ignore_eos=True, max_tokens=20)], joining={3: [joining]})
+        while engine.lacks_graphs:
+            engine.capture_graph()
+    assert found[0] == EAGER
+    assert found[-1] == CAPTURED
