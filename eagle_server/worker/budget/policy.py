@@ -4,6 +4,7 @@
 [whole] 2026-11-22: a budget that learns from whole trees and trusts what it measured
 [out] 2026-11-27: long contexts, and each mechanism of the budget taken out
 [joins] 2026-11-27: prompts in the forward that verifies, and costs observed more often
+[sooner] 2026-11-27: attention by four sums, and a budget that forgets sooner
 [never]: the value was never measured, though the mechanism may have been.
 """
 
@@ -23,7 +24,7 @@ class BudgetPolicy:
     probe_chance: float = 0.5  # [never] least chance that a node of theirs must have to be verified
 
     # Chances of acceptance.
-    forgetting: float = 250.0  # [starts] cycles after which a tree counts 1 / e of a new one in what the next may give
+    forgetting: float = 250.0  # [sooner] cycles after which a tree counts 1 / e of a new one in what the next may give
     first_chance: float = 0.7  # [out] that a chain's next node is accepted, before the first lesson
     prior: float = 4.0  # [out] weight of the ratio over all depths in each bin, in expected acceptances
     memory: float = 400.0  # [out] expected acceptances in a bin after which the older ones count half; 40 may be better
