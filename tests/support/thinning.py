@@ -10,7 +10,6 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
-from eagle_server.plan import Chunk
 from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch, Prompts
 from eagle_server.worker.cycle import Cycle
@@ -100,10 +99,10 @@ class VerifiedRows:
 
         verify_and_prefill = watched(verifier.mixed)
 
-        def mixed(batch: DecodeBatch, tree: Tree, prompts: PromptBatch, chunks: tuple[Chunk, ...]) -> Any:
-            verified, prefilled = verify_and_prefill(batch, tree, prompts, chunks)
+        def mixed(batch: DecodeBatch, tree: Tree, prompts: PromptBatch, *given: Any) -> Any:
+            verified, prefilled = verify_and_prefill(batch, tree, prompts, *given)
             self.mixed += 1
-            self.rows[-1] -= sum(prompts.counts)
+            self.rows[-1] -= sum(prompts.counts) + prefilled.padding
             self.logit_rows[-1] -= len(prefilled.logits)
             return verified, prefilled
 
