@@ -17,6 +17,7 @@ from eagle_server.ops.sampling.truncate import truncate
 from eagle_server.plan import RequestSampling
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows
+from tests.support.kernels import take
 from tests.support.sampling import changed, request_sampling
 from tests.support.scoring import token_probs
 
@@ -213,13 +214,13 @@ def test_draws_follow_the_distribution_and_are_independent_between_positions(nam
 
 @pytest.mark.deep
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_module, "available", lambda *_: False)  # torch's twin
+    take("torch", monkeypatch)
     monkeypatch.setattr(draw_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
     assert p_value_of_pairs(SAMPLED) < ALPHA
 
 
 @pytest.mark.deep
 def test_noise_shared_by_neighbouring_positions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_module, "available", lambda *_: False)  # torch's twin
+    take("torch", monkeypatch)
     monkeypatch.setattr(draw_module, "gumbel", lambda keys, where, *args: gumbel(keys, where // 2 * 2, *args))
     assert p_value_of_pairs(SAMPLED) < ALPHA
