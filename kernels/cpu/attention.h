@@ -1,6 +1,6 @@
-// Attention over the paged cache, by slots. The scores of a query are kept for all columns, and then added in the order of
-// the columns, without those that its mask hides. So a node of a tree has the same result, bit for bit, as its token has
-// in plain decoding, where the same columns stand in the same order.
+// Attention over the paged cache, by slots. The scores of a query are kept for all columns. Values are then added in the
+// order of the columns, and chances by the positions of the columns' tokens, without those that its mask hides. So a node
+// of a tree has the same result, bit for bit, as its token has in plain decoding: both see the same positions in order.
 #pragma once
 
 #include <algorithm>
@@ -41,12 +41,15 @@ struct Cache {
 };
 
 constexpr int LARGEST_HEAD = 512;
-// A score is the sum of CLASSES sums: number d of a key is of class d % CLASSES. A vector has the sums of a group of QUARTER lanes.
+// A score is the sum of CLASSES sums: number d of a key is of class d % CLASSES. A vector has the sums of a group of QUARTER
+// lanes.
 constexpr int CLASSES = 4, QUARTER = LANES / CLASSES;
 // Columns whose scores are computed at once, for 1 to 4 groups of lanes: their sums fill the registers.
 constexpr int COLUMNS[] = {8, LANES == 16 ? 8 : 4, LANES == 16 ? 8 : 3, LANES == 16 ? 6 : 2}, MOST_COLUMNS = 8;
 constexpr int FETCHED = 8;  // values are fetched so many columns ahead
-constexpr int COLUMN_BLOCK = 32;   // columns whose values are mixed for all lanes, while they are in the nearest cache
+constexpr int COLUMN_BLOCK = 32;  // columns whose values are mixed for all lanes, while they are in the nearest cache
+
+static inline int groups_of(int lanes) { return (lanes + QUARTER - 1) / QUARTER; }
 
 static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place, int n) {
     return cache.is_bf16 ? load_some_bf16((const uint16_t*)pool + place, n) : load_some((const float*)pool + place, n);
@@ -113,13 +116,14 @@ struct Scores {
     static int lane(int lane) { return lane % QUARTER * CLASSES + lane / QUARTER; }
 };
 
-// One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` has room for [longest_kv + MOST_COLUMNS][LANES] floats.
+// One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` has room for
+// [longest_kv + MOST_COLUMNS][LANES] floats.
 template <int groups>
 static void attend(
     const Batch& batch, const Cache& cache, const Lanes& lanes, int request, int kv_head, const float* q, float* out, float* scores) {
     using At = Scores<groups>;
     constexpr int PER = At::PER;
-    const int dim = cache.head_dim, filled = std::min(LANES, dim), q0 = batch.qo_indptr[request];
+    const int dim = cache.head_dim, q0 = batch.qo_indptr[request];
     const int32_t* slots = batch.slots(request);
 
     alignas(64) float queries[LARGEST_HEAD / CLASSES][groups][LANES];  // [..][..][QUARTER lanes][CLASSES]
@@ -144,7 +148,7 @@ static void attend(
             if (copied) {
                 for (int d = 0; d < dim; d += LANES) {
                     int at = vector_with(d, dim);
-                    store(keys[i] + at, load_kv(cache, cache.keys, place + at, filled));
+                    store(keys[i] + at, load_kv(cache, cache.keys, place + at, std::min(LANES, dim)));
                 }
                 for (int d = dim; d % CLASSES; d++) keys[i][d] = 0;
                 key[i] = keys[i];
@@ -185,13 +189,12 @@ static void attend(
         }
     }
 
-    alignas(64) float largest[LANES], sinks[LANES] = {};
+    alignas(64) float largest[LANES];
     store(largest, most);
     for (int lane = 0; lane < lanes.count; lane++) {
         float* own = largest + At::lane(lane);
-        if (cache.sinks) sinks[lane] = cache.sinks[lanes.head[lane]];
         for (int n = 1; n < PER; n++) own[0] = std::max(own[0], own[n * groups]);
-        if (cache.sinks) own[0] = std::max(own[0], sinks[lane]);
+        if (cache.sinks) own[0] = std::max(own[0], cache.sinks[lanes.head[lane]]);
         for (int n = 1; n < PER; n++) own[n * groups] = own[0];
     }
     most = load(largest);
@@ -218,7 +221,7 @@ static void attend(
     }
     float divisor[LANES];
     for (int lane = 0; lane < lanes.count; lane++) {
-        float sink = cache.sinks ? std::exp(sinks[lane] - largest[At::lane(lane)]) : 0;
+        float sink = cache.sinks ? std::exp(cache.sinks[lanes.head[lane]] - largest[At::lane(lane)]) : 0;
         divisor[lane] = (total(lane, 0) + total(lane, 2)) + (total(lane, 1) + total(lane, 3)) + sink;
     }
 
@@ -275,7 +278,7 @@ static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
     double groups = 0;
     for (int i = 0; i < batch.requests; i++) {
         int lanes = (batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * (cache.heads / cache.kv_heads);
-        groups += (double)((lanes + QUARTER - 1) / QUARTER) * (batch.kv_lens[i] + 8);
+        groups += (double)groups_of(lanes) * (batch.kv_lens[i] + 8);
     }
     return groups * cache.kv_heads * cache.head_dim * 0.2;
 }
@@ -293,7 +296,7 @@ static void attend_all(Team& team, const Batch& batch, const Cache& cache, const
         if (block * LANES >= rows * shared) return;
         const Lanes lanes(batch, cache, request, kv_head, block);
         auto run = [&]<int groups>() { attend<groups>(batch, cache, lanes, request, kv_head, q, out, scores(thread)); };
-        switch ((lanes.count + QUARTER - 1) / QUARTER) {
+        switch (groups_of(lanes.count)) {
             case 1: return run.template operator()<1>();
             case 2: return run.template operator()<2>();
             case 3: return run.template operator()<3>();
