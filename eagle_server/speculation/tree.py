@@ -106,8 +106,9 @@ def selected_tree(
 
 def root_alone(verified_id: Tensor, seq_lens: Tensor) -> Tree:
     """Trees without drafted nodes, for requests that do not draft."""
-    empty = verified_id.new_empty(len(verified_id), 0)
-    return replace(build_tree(verified_id, seq_lens, empty, empty, 0), topk=1)
+    parents = verified_id.new_full((len(verified_id), 1), -1)
+    depths, mask = torch.zeros_like(parents), torch.ones_like(parents, dtype=torch.bool)[:, None]
+    return Tree(verified_id[:, None], parents, depths, mask, seq_lens[:, None], steps=0, topk=1)
 
 
 def without(tree: Tree, dropped: Tensor) -> Tree:
@@ -157,6 +158,8 @@ def compacted(tree: Tree) -> Tree:
     as they are, except that chains get topk 1: they need no mask. The host reads the sizes from the device, which
     synchronizes.
     """
+    if tree.size == 1:
+        return tree
     is_node = tree.tokens >= 0
     counts = is_node.sum(1)
     size, fewest = int(counts.max()), int(counts.min())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,10 @@ from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.tree_config import extend_widths
 
 _BACKLOG_BYTES = 256 << 20  # features kept for requests that do not draft
-_MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory
+_MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory long
 
 
-@dataclass(frozen=True)
-class _Segment:
+class _Segment(NamedTuple):
     """What one cycle accepted of one request: row `row` of features [n, w, F], the first for position `start`."""
 
     start: int
@@ -55,6 +55,7 @@ class AcceptedTokens:
         self._newest_rows: tuple[int, ...] = ()
         self._tokens = torch.zeros(requests, width, dtype=torch.int64, device=device)
         self._features: Tensor | None = None
+        self._row_bytes = 0  # of the features of one position
         self._segments: dict[int, list[_Segment]] = {}
         self._lost: dict[int, int] = {}  # the first position that the drafter has not computed
 
@@ -101,6 +102,7 @@ class AcceptedTokens:
         if self._features is None:
             shape = (*self._tokens.shape, features.shape[-1])
             self._features = torch.zeros(shape, dtype=features.dtype, device=features.device)
+            self._row_bytes = features.shape[-1] * features.element_size()
         return self._features
 
     def _remember(self, starts: Iterable[tuple[int, int]], features: Tensor) -> None:
@@ -156,9 +158,7 @@ class AcceptedTokens:
         segments = self._segments.get(req_pool_index, [])
         if len(segments) < 2:  # noqa: PLR2004  the newest one is for draft-extend
             return None
-        ends = [segment.start for segment in segments[1:]]
-        pieces = [segment.until(end) for segment, end in zip(segments, ends, strict=False)]
-        return segments[0].start, torch.cat(pieces)
+        return segments[0].start, _joined(segments)
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class AcceptedTokens:
         """The drafter has computed all entries of the request."""
         segments = self._segments.pop(req_pool_index, None)
         if segments is not None and len(segments) > 1:
-            self.backlog_bytes -= _bytes(segments)
+            self.backlog_bytes -= (segments[-1].start - segments[0].start) * self._row_bytes
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
@@ -194,24 +194,19 @@ class AcceptedTokens:
     def _grow_backlog(self, index: int, segments: list[_Segment]) -> None:
         """The newest segment but one has become backlog."""
         before, end = segments[-2], segments[-1].start
-        self.backlog_bytes += _size(before, end)
+        self.backlog_bytes += (end - before.start) * self._row_bytes
         if before.features.shape[1] > 1:  # not the columns of nodes that were not accepted
             segments[-2] = _Segment(before.start, before.until(end)[None].clone(), 0)
-        if len(segments) > _MERGE:
-            backlog = self.backlog(index)
-            assert backlog is not None
-            start, features = backlog
-            segments[:-1] = [_Segment(start, features[None], 0)]
+        # Merged ones have at least as many positions. They are not merged again: a text of any length is copied once.
+        if len(segments) > _MERGE and segments[-_MERGE].start - segments[-_MERGE - 1].start < _MERGE:
+            newest = segments[-_MERGE - 1 :]
+            segments[-_MERGE - 1 : -1] = [_Segment(newest[0].start, _joined(newest)[None], 0)]
         if self.backlog_bytes > _BACKLOG_BYTES:
             longest = max(self._segments, key=self.backlog_length)
             self._lost[longest] = self._segments[longest][0].start
             self.taken(longest)
 
 
-def _bytes(segments: Sequence[_Segment]) -> int:
-    """Memory of a backlog."""
-    return sum(_size(segment, later.start) for segment, later in zip(segments, segments[1:], strict=False))
-
-
-def _size(segment: _Segment, end: int) -> int:
-    return (end - segment.start) * segment.features.shape[2] * segment.features.element_size()
+def _joined(segments: Sequence[_Segment]) -> Tensor:
+    """The features of all positions before the last segment, [n, F]."""
+    return torch.cat([segment.until(later.start) for segment, later in pairwise(segments)])
