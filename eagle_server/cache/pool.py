@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from eagle_server.ops.device import mirrors
 from eagle_server.ops.kv_move import keep_accepted
 
 
@@ -49,13 +50,20 @@ class Pool(Protocol):
 class KVPool:
     """Keys and values of layers of any shapes. The page of slot 0 is padding.
 
-    groups: [2, n, slots, kv_heads, head_dim] of the n layers of each shape.
+    groups: [2, n, slots, kv_heads, head_dim] of the n layers of each shape. In a CPU's memory each head's slots follow
+    each other, because its threads read one head after the other. On a GPU the heads of a slot do.
     """
 
     def __init__(self, layers: Sequence[KVShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         # Not zeroed, so that unused memory is never touched. Only slot 0 is zeroed: padding reads it under a mask.
-        sizes = [(2, layers.count(shape), slots, *shape) for shape in dict.fromkeys(layers)]
-        self.groups = tuple(torch.empty(size, dtype=dtype, device=device) for size in sizes)
+        self._slot_dim = 2 if mirrors(device) else 3
+        self._memory, groups = list[Tensor](), list[Tensor]()
+        for kv_heads, head_dim in dict.fromkeys(layers):
+            sizes = [2, layers.count(KVShape(kv_heads, head_dim)), kv_heads, head_dim]
+            sizes.insert(self._slot_dim, slots)
+            self._memory.append(torch.empty(sizes, dtype=dtype, device=device))
+            groups.append(self._memory[-1].transpose(2, self._slot_dim))
+        self.groups = tuple(groups)
         for group in self.groups:
             group[:, :, 0].zero_()
         planes = {KVShape(*group.shape[3:]): iter(group.unbind(1)) for group in self.groups}
@@ -67,8 +75,8 @@ class KVPool:
         self.values[layer].index_copy_(0, slots, v)
 
     def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        for group in self.groups:
-            keep_accepted(group, 2, path, seq_lens, req_pool_indices, req_to_token)
+        for memory in self._memory:
+            keep_accepted(memory, self._slot_dim, path, seq_lens, req_pool_indices, req_to_token)
 
     def clear(self, slots: Tensor) -> None:
         for group in self.groups:

@@ -29,7 +29,8 @@ struct Batch {
     bool is_masked(int request) const { return request < masked; }
 };
 
-// One layer of a KV pool: [slots, kv_heads, head_dim] each.
+// One layer of a KV pool: [kv_heads, slots, head_dim] each. Heads are computed one by one, and memory that is read in its own
+// order comes twice as fast as parts of it.
 struct Cache {
     void* keys;
     void* values;
@@ -38,6 +39,8 @@ struct Cache {
     int32_t window;
     int64_t slots;
     const float* sinks;  // [heads], scores without a value; null: none
+
+    int64_t place(int kv_head, int64_t slot) const { return (kv_head * slots + slot) * head_dim; }
 };
 
 constexpr int LARGEST_HEAD = 512;
@@ -135,7 +138,7 @@ static void attend(
             for (int i = 0; i < std::min(CLASSES, dim - d); i++) to[i] = cache.scale * from[d + i];
     }
 
-    const int64_t slot_size = (int64_t)cache.kv_heads * dim, offset = (int64_t)kv_head * dim;
+    auto place_of = [&](int column) { return cache.place(kv_head, slots[column]); };
     const bool copied = cache.is_bf16 || dim % CLASSES;
     const int start = lanes.begin / PER * PER;
     Vector most = all(-INFINITY);
@@ -143,7 +146,7 @@ static void attend(
     for (int c = start; c < lanes.end; c += At::AT_ONCE) {
         const float* key[At::AT_ONCE];
         for (int i = 0; i < At::AT_ONCE; i++) {
-            int64_t place = slots[std::max(lanes.begin, std::min(c + i, lanes.end - 1))] * slot_size + offset;
+            int64_t place = place_of(std::max(lanes.begin, std::min(c + i, lanes.end - 1)));
             key[i] = (const float*)cache.keys + place;
             if (copied) {
                 for (int d = 0; d < dim; d += LANES) {
@@ -154,7 +157,7 @@ static void attend(
                 key[i] = keys[i];
             }
         }
-        for (int i = c + At::AT_ONCE; i < std::min(c + 2 * At::AT_ONCE, lanes.end); i++) fetch(cache, cache.keys, slots[i] * slot_size + offset, dim);
+        for (int i = c + At::AT_ONCE; i < std::min(c + 2 * At::AT_ONCE, lanes.end); i++) fetch(cache, cache.keys, place_of(i), dim);
         Vector sums[At::AT_ONCE][groups] = {};
         for (int d = 0; d < dim; d += CLASSES) {
             Vector query[groups];
@@ -235,10 +238,10 @@ static void attend(
             for (int l = 0; l < count; l++)
                 for (int i = 0; i < wide; i++) sums[l][i] = load_some(mixed[lane + l] + d + i * LANES, wide > 1 ? LANES : std::min(LANES, dim - d));
             for (int from = c; from < end; from++) {
-                int64_t place = slots[from] * slot_size + offset + d;
+                int64_t place = place_of(from) + d;
                 const float* chances = scores + At::column(from) + lane / QUARTER;
                 if (lane == 0 && from + FETCHED < lanes.end)
-                    fetch(cache, cache.values, slots[from + FETCHED] * slot_size + offset + d, wide * LANES);
+                    fetch(cache, cache.values, place_of(from + FETCHED) + d, wide * LANES);
                 Vector value[wide];
                 for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES, wide > 1 ? LANES : std::min(LANES, dim - d));
                 bool hidden = from < lanes.full_from || from >= lanes.full_to;
@@ -305,15 +308,16 @@ static void attend_all(Team& team, const Batch& batch, const Cache& cache, const
     });
 }
 
-// Store k, v [rows, kv_heads, head_dim] of row `row`, `stride` floats apart, in its slot.
+// Store k, v [kv_heads, head_dim] of row `row` in its slot.
 static void write_row(const Batch& batch, const Cache& cache, int row, const float* k, const float* v) {
-    int size = cache.kv_heads * cache.head_dim;
-    int64_t place = batch.out_cache_loc[row] * (int64_t)size;
-    if (!cache.is_bf16) {
-        memcpy((float*)cache.keys + place, k, 4 * size);
-        memcpy((float*)cache.values + place, v, 4 * size);
-        return;
+    for (int head = 0; head < cache.kv_heads; head++, k += cache.head_dim, v += cache.head_dim) {
+        int64_t place = cache.place(head, batch.out_cache_loc[row]);
+        if (cache.is_bf16) {
+            store_bf16((uint16_t*)cache.keys + place, k, cache.head_dim);
+            store_bf16((uint16_t*)cache.values + place, v, cache.head_dim);
+        } else {
+            memcpy((float*)cache.keys + place, k, 4 * cache.head_dim);
+            memcpy((float*)cache.values + place, v, 4 * cache.head_dim);
+        }
     }
-    store_bf16((uint16_t*)cache.keys + place, k, size);
-    store_bf16((uint16_t*)cache.values + place, v, size);
 }

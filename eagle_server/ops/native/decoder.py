@@ -61,8 +61,9 @@ class AttentionShape:
 
 
 def attends(keys: Tensor, values: Tensor) -> bool:
-    """Whether the native kernels attend to a layer's cache, keys and values [slots, kv_heads, head_dim]."""
-    fits = keys.is_contiguous() and values.is_contiguous() and values.shape == keys.shape
+    """Whether the native kernels attend to a layer's cache, keys and values [slots, kv_heads, head_dim], of which each
+    head must be dense."""
+    fits = all(side.transpose(0, 1).is_contiguous() for side in (keys, values)) and values.shape == keys.shape
     return fits and AttentionShape.fits(keys.shape[2]) and available(keys.device, keys.dtype)
 
 
