@@ -28,8 +28,9 @@ from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two,
 
 NO_TOP_K = float(1 << 30)  # exact in float32, and larger than any vocabulary
 _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
-_BLOCK = 4096  # tokens of a program
-_CANDIDATES = 128  # at most, of a piece
+_BLOCK = 2048  # tokens of a piece
+_CANDIDATES = 128  # at most, of a piece; see "top-k and top-p among candidates" in docs/experiments.md
+_SEARCHED = 4096  # keys or logits that a search reads at once
 _RUN = 64  # tokens in a row that belong to the same piece: 256 bytes
 _LEAST_MASS = constant(1e-30)  # top_p = 0 keeps one token
 _LEAST = constant(-(1 << 63))  # smaller than every key
@@ -115,7 +116,7 @@ def _launch_truncate(
     cuts = _launch_cuts(flat, *settings, _launch_candidates(flat, *settings))
     out = torch.empty_like(flat)
     block = _block(vocab_size)
-    _drop_kernel[len(flat), blocks(vocab_size, block)](flat, cuts, out, vocab_size, BLOCK=block, num_warps=8)
+    _drop_kernel[len(flat), blocks(vocab_size, block)](flat, cuts, out, vocab_size, BLOCK=block)
     return out.view_as(logits)
 
 
@@ -133,7 +134,7 @@ def _launch_candidates(logits: Tensor, temperature: Tensor, limits: Tensor) -> _
     )
     _candidates_kernel[n, pieces](
         *(logits, temperature, limits, *found, n // len(temperature), len(temperature), vocab_size),
-        **{"BLOCK": block, "RUN": min(_RUN, block), "CANDIDATES": most, "num_warps": 8},
+        **{"BLOCK": block, "RUN": min(_RUN, block), "CANDIDATES": most},
     )
     return found
 
@@ -145,7 +146,8 @@ def _launch_cuts(logits: Tensor, temperature: Tensor, limits: Tensor, found: _Pi
     cuts = torch.empty(n, dtype=torch.int64, device=logits.device)
     _cut_kernel[n,](
         *(logits, temperature, limits, *found, cuts, n // len(temperature), len(temperature), vocab_size, pieces),
-        **{"BLOCK": _block(vocab_size), "PIECES": power_of_two(pieces), "CANDIDATES": most, "num_warps": 16},
+        **{"BLOCK": min(_SEARCHED, power_of_two(vocab_size, least=16)), "PIECES": power_of_two(pieces)},
+        **{"CANDIDATES": most, "num_warps": 16},
     )
     return cuts
 
@@ -202,7 +204,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
 ):
     """A piece has every n-th run of RUN tokens: tokenizers give common tokens small ids, next to each other.
 
-    The bound is a value above which are at most CANDIDATES logits, but more than half as many if ties allow it.
+    At most CANDIDATES of its logits are above its bound; more than three quarters as many, where ties allow it.
     """
     row = tl.program_id(0).to(tl.int64)
     piece, pieces = tl.program_id(1), tl.num_programs(1)
@@ -216,25 +218,25 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
         highest = tl.max(tl.where(finite, value, float("-inf")), 0)
         origin = tl.where(count > 0, highest, 0.0)
         mass = tl.sum(tl.exp((value - origin) * (1.0 / t)), 0)  # not finite where a logit is NaN or +inf
-        order = _ordered(value)
         low, high = _ordered(tl.full([], float("-inf"), tl.float32)), _ordered(highest)
         chosen = tl.full([], 0, tl.int32)  # above `high`; more than CANDIDATES are above `low`
-        if count <= CANDIDATES:
+        if count <= CANDIDATES:  # all of them
             high = low
-        while (low + 1 < high) & (2 * chosen <= CANDIDATES):
+        while (low + 1 < high) & (4 * chosen <= 3 * CANDIDATES):
             pivot = _middle(low, high)
-            above = tl.sum((finite & (order > pivot)).to(tl.int32), 0)
+            above = tl.sum((value > _value(pivot)).to(tl.int32), 0)
             fits = above <= CANDIDATES
             low, high = tl.where(fits, low, pivot), tl.where(fits, pivot, high)
             chosen = tl.where(fits, above, chosen)
-        best = (finite & (order > high)).to(tl.int32)
+        bound = _value(high)
+        best = (finite & (value > bound)).to(tl.int32)
         here = (row * pieces + piece) * CANDIDATES
         tl.store(keys + here + tl.cumsum(best, 0) - 1, _key(value, token), mask=best > 0)
         slot = tl.arange(0, CANDIDATES)
         tl.store(keys + here + slot, tl.full([CANDIDATES], _LEAST, tl.int64), mask=slot >= tl.sum(best, 0))
         part = measures + (row * pieces + piece) * 4
         tl.store(part, highest)
-        tl.store(part + 1, _value(high))
+        tl.store(part + 1, bound)
         tl.store(part + 2, mass)
         tl.store(part + 3, count.to(tl.float32))
 
