@@ -1,7 +1,7 @@
 """top-k, top-p and min_p without a sort: a search for the last token that stays, among few candidates.
 
 A token's key is an integer that orders a row: by logit, equal logits by token id. All three limits are one cut: tokens
-with smaller keys are dropped. Three kernels, each of which reads or writes a row once:
+with smaller keys are dropped. Three kernels:
 
 1. `_candidates_kernel`, one program per piece of a row: its best tokens, its maximum and its mass.
 2. `_cut_kernel`, one program per row: the cut. It searches the row's candidates. Where they do not reach the limit
