@@ -23,6 +23,7 @@ from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
+from eagle_server.ops.sampling.truncate import NO_TOP_K, truncate_rows
 from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.build import ancestors
 from eagle_server.ops.tree.candidates import CandidatePool, Children
@@ -214,6 +215,22 @@ def test_a_level_is_scored_as_by_the_separate_kernels(
     assert_same(found.tokens, on_cpu(tokens.view(bs, nodes, k)))
     assert_same(found.guesses, on_cpu(guesses))
     assert_same(found.scores, on_cpu(above[:, :, None] + correct_guesses(guesses, correction)))
+
+
+@pytest.mark.parametrize("vocab", [7, 32000, 128256])
+@pytest.mark.parametrize(
+    "limit", [(40, 1.0, 0.0), (NO_TOP_K, 0.9, 0.0), (NO_TOP_K, 0.9999, 0.0), (NO_TOP_K, 1.0, 0.1), (2000, 0.8, 0.01)]
+)
+def test_rows_are_truncated_alike(device: torch.device, vocab: int, limit: tuple[float, float, float]) -> None:
+    """A greedy request loses nothing. Where rounding decides about a token, it has little mass."""
+    logits = (3 * torch.randn(2, 5, vocab, generator=generator(vocab))).bfloat16().float()
+    stochastic = torch.tensor([1])
+    arguments = (logits, torch.tensor([0.0, 1.3]), torch.tensor([limit, limit]).T.contiguous(), stochastic, stochastic)
+    found, expected = on_cpu(truncate_rows(*moved(arguments, device))), truncate_rows(*arguments)
+    assert_same(found[0], logits[0])
+    assert_same(found, logits.where(found.isfinite(), -math.inf))
+    differ = found.isfinite() != expected.isfinite()
+    assert float(((logits.double() / 1.3).softmax(-1) * differ).sum(-1).max()) < 1e-4
 
 
 @pytest.mark.parametrize("keeps_normed", [False, True])

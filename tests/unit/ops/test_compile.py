@@ -151,7 +151,15 @@ KERNELS = [
         *("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),
         *({"HALF": 32, "REST": 64}, "norms"),
     ),
-    Kernel("sampling.truncate", "_truncate_kernel", "fp32* fp32* fp32* fp32* i32 i32 i32", {"BLOCK": 4096}),
+    Kernel(
+        *("sampling.truncate", "_candidates_kernel", "fp32* fp32* fp32* i64* fp32* i32 i32 i32"),
+        {"BLOCK": 2048, "RUN": 64, "CANDIDATES": 128},
+    ),
+    Kernel(
+        *("sampling.truncate", "_cut_kernel", "fp32* fp32* fp32* i64* fp32* i64* i32 i32 i32 i32"),
+        {"BLOCK": 4096, "PIECES": 64, "CANDIDATES": 128},
+    ),
+    Kernel("sampling.truncate", "_drop_kernel", "fp32* i64* fp32* i32", {"BLOCK": 2048}),
     Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel(
         "recurrent.kernels",

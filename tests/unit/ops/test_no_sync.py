@@ -16,6 +16,7 @@ from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
+from eagle_server.ops.sampling.truncate import truncate_rows
 from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.ops.tree.accepted import store_accepted
 from eagle_server.ops.tree.build import link_tree, select_nodes
@@ -61,6 +62,8 @@ def test_no_twin_reads_a_value() -> None:
     logits = valueless(bs, vocab, dtype=torch.float32)
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)
+    limits = valueless(3, bs, dtype=torch.float32)
+    assert truncate_rows(logits[:, None], limits[0], limits, lens, lens).shape == (bs, 1, vocab)
     assert topk_logprobs(logits, topk)[1].shape == (bs, topk)
     noise = DrawNoise(lens, lens, logits[:, 0])
     assert topk_logprobs(logits, topk, valueless(vocab), noise)[1].shape == (bs, topk)

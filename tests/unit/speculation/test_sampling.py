@@ -33,7 +33,8 @@ def one_draw(logits: Tensor, setting: RequestSampling, position: int = 9) -> int
 
 def kept(logits: list[float], top_k: int = 1 << 40, top_p: float = 1.0) -> list[int]:
     row = torch.tensor(logits).view(1, 1, -1)
-    return truncate(row, torch.tensor([top_k]), torch.tensor([top_p]))[0, 0].isfinite().nonzero().flatten().tolist()
+    found = truncate(row, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]))
+    return found[0, 0].isfinite().nonzero().flatten().tolist()
 
 
 def test_top_p_counts_mass_within_the_top_k() -> None:
@@ -52,6 +53,20 @@ def test_a_token_is_kept_while_the_mass_before_it_is_below_top_p() -> None:
     assert kept(logits, top_p=1e-9) == [0]
 
 
+def test_top_p_of_one_keeps_tokens_whose_mass_rounds_away() -> None:
+    """In float32 the mass before the second token is 1."""
+    assert kept([0.0, -60.0, -90.0, -200.0], top_k=3) == [0, 1, 2]
+    assert kept([0.0, -60.0, -90.0, -200.0], top_k=3, top_p=0.9999999) == [0]
+
+
+def test_logits_that_are_equal_after_division_are_no_ties() -> None:
+    close = torch.tensor([1.8125, 1.8125 + 2**-23])
+    assert float(close[0] / 3) == float(close[1] / 3)
+    assert truncate(close.view(1, 1, 2), torch.tensor([3.0]), torch.tensor([1]), torch.ones(1)).isfinite().tolist() == [
+        [[False, True]]
+    ]
+
+
 def test_ties_go_to_the_smaller_token_id() -> None:
     assert kept([1.0, 2.0, 1.0, 2.0, 1.0], top_k=1) == [1]
     assert kept([1.0, 2.0, 1.0, 2.0, 1.0], top_k=3) == [0, 1, 3]
@@ -68,8 +83,8 @@ def test_ties_go_to_the_smaller_token_id() -> None:
 def test_the_kept_tokens_and_their_distribution_are_the_references(values, top_k, top_p, temperature) -> None:
     logits = torch.tensor(values, dtype=torch.float32) / 3
     expected = token_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    scaled = (logits / temperature).view(1, 1, -1)
-    found = truncate(scaled, torch.tensor([top_k or 1 << 40]), torch.tensor([top_p])).softmax(-1)[0, 0]
+    limits = torch.tensor([temperature]), torch.tensor([top_k or 1 << 40]), torch.tensor([top_p])
+    found = (truncate(logits.view(1, 1, -1), *limits) / temperature).softmax(-1)[0, 0]
     if found.tolist() != pytest.approx(expected, abs=1e-6):  # a running sum that equals top_p up to rounding
         nudged = [token_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p + e) for e in (-1e-6, 1e-6)]
         assert any(found.tolist() == pytest.approx(each, abs=1e-6) for each in nudged)

@@ -123,7 +123,8 @@ def test_min_p_keeps_what_has_that_part_of_the_best_ones_probability(values, min
     logits = torch.tensor(values, dtype=torch.float32) / 3
     asked = SamplingParams(max_tokens=1, seed=0, temperature=temperature, min_p=min_p)
     expected = reference.token_probs(logits.tolist(), asked)
-    found = above_min_p((logits / temperature).view(1, 1, -1), torch.tensor([min_p])).softmax(-1)[0, 0]
+    kept = above_min_p(logits.view(1, 1, -1), torch.tensor([temperature]), torch.tensor([min_p]))
+    found = (kept / temperature).softmax(-1)[0, 0]
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -102,7 +102,7 @@ CASCADE = MASK | {
     "estimates": (2, 0),
     "verify": (16, 0),
     "layer": (11, 0),
-    "accept": (5, 0),
+    "accept": (7, 0),  # three of them truncate: two read each row with many programs, for one that searches
 }
 
 
