@@ -106,11 +106,11 @@ class RoundedWeight:
     def linear(self, x: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out], without a bias."""
         x = x.to(self.dtype)
-        is_many = len(x) > _FEW and self.zeros is None and len(self.scales) == 1
-        return self.multiply_rounded(x) if is_many else rounded_linear(x, self)
+        fits_torch = self.zeros is None and not self.is_grouped and len(self.codes) % 16 == 0
+        return self.multiply_rounded(x) if fits_torch and len(x) > _FEW else rounded_linear(x, self)
 
     def multiply_rounded(self, x: Tensor) -> Tensor:
-        """As `linear`, of inputs rounded to fp8 by row. The weight is in fp8, with one scale for each output."""
+        """As `linear`, of inputs rounded to fp8 by row. The weight is fp8 with a scale for each of 16 * n outputs."""
         codes, scales = fp8_rows(x)
         return torch._scaled_mm(codes, self.codes.t(), scale_a=scales, scale_b=self.scales, out_dtype=self.dtype)
 

@@ -235,7 +235,7 @@ def test_pairs_of_an_eagle3_head_are_alike(device: torch.device, rows: int, size
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 in blocks", "int4"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 384), (4096, 4096), (1024, 14336), (8224, 2304)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 384), (2048, 4096), (512, 14336), (544, 2304)])
 def test_products_with_rounded_weights(device: torch.device, form: str, outputs: int, inputs: int) -> None:
     """Against the rounded weight in float64. A row's result is the same in every bit, whatever rows are beside it."""
     weight = _rounded(form, outputs, inputs)
@@ -246,9 +246,8 @@ def test_products_with_rounded_weights(device: torch.device, form: str, outputs:
     for rows, product in found.items():
         torch.testing.assert_close(product.double(), exact[:rows], rtol=2**-8, atol=2**-8)
     if device.type == "cuda":
-        assert {rows: torch.equal(product, found[64][:rows]) for rows, product in found.items() if rows <= 64} == {
-            rows: True for rows in found if rows <= 64
-        }
+        others = [rows for rows in found if rows <= 64 and not torch.equal(found[rows], found[64][:rows])]
+        assert not others, f"{others} rows have other results than 64"
     many = packed.linear(x.to(device)).cpu().double()  # in fp8 the inputs are rounded
     assert float((many - exact).norm() / exact.norm()) < (0.04 if form == "fp8" else 0.01)
 

@@ -38,7 +38,7 @@ def exact_weight(quantization: Quantization, outputs: int, inputs: int, group: i
 @each_variant(rounded_linear)
 @pytest.mark.parametrize(
     ("quantization", "group", "outputs", "inputs", "rows"),
-    covering(FORMATS, [16, 48, 144], [128, 384, 2304], list(ROWS), together=2),
+    covering(FORMATS, [16, 40, 144], [128, 384, 2304], list(ROWS), together=2),
 )
 def test_products_of_whole_numbers_are_exact(
     variant: str, quantization: Quantization, group: int, outputs: int, inputs: int, rows: int
@@ -118,14 +118,13 @@ def test_the_fp8_product_of_gpus_takes_what_it_is_given(outputs: int, monkeypatc
 
 def test_shapes_and_groups_without_a_kernel_do_not_fit() -> None:
     for weight in (
-        exact_weight("fp8", 40, 128, 0),  # outputs in sixteens only
         exact_weight("fp8", 64, 136, 0),
         exact_weight("fp8", 64, 192, 96),
         exact_weight("int4", 64, 144, 16),
         exact_weight("int4", 64, 96, 64),
     ):
         assert not fits(weight, GPU, torch.bfloat16)
-    assert fits(exact_weight("fp8", 64, 144, 128), GPU, torch.bfloat16)  # the last block has 16 inputs
+    assert fits(exact_weight("fp8", 33, 144, 128), GPU, torch.bfloat16)  # the last block has 16 inputs
 
 
 def of_fp8(rows: int, size: int) -> tuple[Tensor, Tensor]:
