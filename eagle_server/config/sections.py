@@ -82,8 +82,8 @@ class ModelSection(Section):
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
         default=None,
         description="round the weights of linear layers, of target and draft, to 8 or 4 bits while loading: int8 or "
-        "int4 on a CPU, fp8 or int4 on a GPU. With native kernels int4 keeps 8 bits for the target's lm_head, and "
-        "inputs are rounded to 8 bits; fp8 leaves the lm_head as it is",
+        "int4 on a CPU, fp8 or int4 on a GPU. int4 keeps 8 bits for an lm_head; "
+        "native kernels round inputs to 8 bits, and GPUs those of more than 64 rows with fp8",
     )
     quantization_cache: Path | None = Field(
         default=None,

@@ -27,6 +27,7 @@ from eagle_server.ops.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.rope_kv import HeadNorms
 
 Views = Iterator[tuple[str, Tensor]]
+_EIGHT_BITS: tuple[Quantization, ...] = ("int8", "fp8")  # on CPUs, on GPUs
 
 
 class Linear(nn.Module):
@@ -340,8 +341,8 @@ def pack_linears(
 ) -> None:
     """Pack every Linear in `model` that is not packed yet. Call it once, after the weights are loaded and cast.
 
-    `rounded` gives the weights that the checkpoint holds in integers; None: the layer holds floats. The
-    target's lm_head is rounded to 8 bits at most, because texts depend on it most.
+    `rounded` gives the weights that the checkpoint holds in integers or fp8; None: the layer holds floats. An lm_head
+    keeps 8 bits, int8 or fp8, because texts depend on it most.
 
     Raises:
         ValueError: `quantization` is asked for where no kernels compute with it.
@@ -352,7 +353,8 @@ def pack_linears(
         codes = rounded[linear]() if rounded is not None and linear in rounded else None
         wanted = quantization
         if quantization is not None and linear.parts[0][0] == "lm_head":
-            wanted = None if why_not_computed("int8", linear.weight.device, linear.weight.dtype) else "int8"
+            place = linear.weight.device, linear.weight.dtype
+            wanted = next((kind for kind in _EIGHT_BITS if why_not_computed(kind, *place) is None), None)
         linear.pack(wanted, codes)
     for module in model.modules():
         if isinstance(module, Fusable):

@@ -1,4 +1,4 @@
-"""Linear layers with weights packed for the native kernels of a CPU, or where there are none for oneDNN."""
+"""Linear layers with weights packed for the native kernels of a CPU, for oneDNN, or rounded for a GPU's kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.linear import NativeWeight, native_linear
 from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.rounded_linear import RoundedWeight
 from eagle_server.ops.torch_quantized import TorchQuantizedWeight, fits, why_not
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
@@ -31,7 +32,7 @@ class PackedWeight:
     plain: Tensor | None
     blocked: Tensor | None
     native: NativeWeight | None = None
-    rounded: TorchQuantizedWeight | None = None
+    rounded: RoundedWeight | TorchQuantizedWeight | None = None
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +64,9 @@ def pack_weight(
         if codes.quantization != "fp8" and available(device, dtype):
             return PackedWeight(None, None, NativeWeight(codes))
         if fits(codes, device, dtype):
-            return PackedWeight(None, None, rounded=TorchQuantizedWeight(codes, device, dtype))
+            on_cpu = device.type == "cpu"
+            rounded = TorchQuantizedWeight(codes, dtype) if on_cpu else RoundedWeight.packed(codes, device, dtype)
+            return PackedWeight(None, None, rounded=rounded)
         weight = codes.dense().to(device, dtype)
     if available(weight.device, weight.dtype):
         return PackedWeight(None, None, NativeWeight(weight))

@@ -14,10 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
+from eagle_server.ops.fp8_rows import fp8_rows
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
+Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of the codes 0 to 7; those from 8 on are negative
 _GROUPS = (128, 64, 32, 16, 8)  # inputs that share a scale: the first that divides their number
@@ -104,12 +103,6 @@ def _fp8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """codes [rows, in], scales and zeros [rows, 1]."""
     codes, scales = fp8_rows(weight)
     return codes, scales, torch.zeros_like(scales, dtype=torch.uint8)
-
-
-def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, n] -> float8_e4m3fn [rows, n] and float32 scales [rows, 1], which take each row's largest to 448."""
-    scales = (x.abs().amax(dim=1, keepdim=True).float() / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return (x / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def _int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,10 +15,13 @@ from torch import Tensor
 from eagle_server.attention.recurrent import TreeRows
 from eagle_server.attention.spec_info import retrive_links
 from eagle_server.cache.states import StatePool
+from eagle_server.ops.fp8_rows import fp8_rows
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
+from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
+from eagle_server.ops.rounded_linear import RoundedWeight, rounded_linear
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel
@@ -246,6 +249,42 @@ def test_pairs_of_an_eagle3_head_are_alike(device: torch.device, rows: int, size
         with torch.inference_mode():
             results.append(on_cpu(normed_pairs(*given, norms, keeps_normed=keeps_normed)))
     torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 in blocks", "int4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 384), (2048, 4096), (512, 14336), (544, 2304)])
+def test_products_with_rounded_weights(device: torch.device, form: str, outputs: int, inputs: int) -> None:
+    """Against the rounded weight in float64. A row's result is the same in every bit, whatever rows are beside it."""
+    weight = _rounded(form, outputs, inputs)
+    packed = RoundedWeight.packed(weight, device, torch.bfloat16)
+    x = torch.randn(200, inputs, generator=generator(inputs)).bfloat16()
+    exact = x.double() @ weight.dense().double().t()
+    found = {rows: rounded_linear(x[:rows].to(device), packed).cpu() for rows in (1, 5, 16, 17, 64, 200)}
+    for rows, product in found.items():
+        torch.testing.assert_close(product.double(), exact[:rows], rtol=2**-8, atol=2**-8)
+    if device.type == "cuda":
+        others = [rows for rows in found if rows <= 64 and not torch.equal(found[rows], found[64][:rows])]
+        assert not others, f"{others} rows have other results than 64"
+    many = packed.linear(x.to(device)).cpu().double()  # in fp8 the inputs are rounded
+    assert float((many - exact).norm() / exact.norm()) < (0.04 if form == "fp8" else 0.01)
+
+
+def _rounded(form: str, outputs: int, inputs: int) -> QuantizedWeight:
+    kind: Quantization = "int4" if form == "int4" else "fp8"
+    weight = quantize(torch.randn(outputs, inputs, generator=generator(outputs)) / inputs**0.5, kind)
+    if form != "fp8 in blocks":
+        return weight
+    scales = weight.scales * (0.5 + torch.rand(-(-inputs // 128), outputs, generator=generator()))
+    return QuantizedWeight("fp8", weight.codes, scales, torch.zeros_like(scales, dtype=torch.uint8), 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (7, 4096), (64, 14336), (3, 28672)])
+def test_rows_are_rounded_to_fp8_alike(device: torch.device, dtype: torch.dtype, rows: int, size: int) -> None:
+    x = (torch.randn(rows, size, generator=generator(size)) * 3).to(dtype)
+    (codes, scales), (codes_, scales_) = fp8_rows(x), on_cpu(fp8_rows(x.to(device)))
+    assert_same(scales_, scales)
+    assert_same(codes_.view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("lens", [[1], [5, 1, 70], [600, 513, 1, 2, 1024]])

@@ -58,7 +58,7 @@ LAYERS: dict[str, tuple[dict[str, Any], str | None]] = {
     "int_group": (compressed(8, "int", "group", group_size=32), None),
     "float_channel": (compressed(8, "float", "channel"), "fp8"),
     "float_tensor": (compressed(8, "float", "tensor"), "fp8"),
-    "float_block": (compressed(8, "float", "block", block_structure=[16, 32]), None),
+    "float_block": (compressed(8, "float", "block", block_structure=[16, 32]), "fp8"),
     "gptq": (gptq(4, 32), "int4"),
     "gptq_act_order": (gptq(4, 16), None),
     "gptq_one_group": (gptq(4, -1), "int4"),
@@ -280,6 +280,17 @@ def test_groups_that_do_not_divide_over_the_ranks_are_refused(tmp_path: Path) ->
     message = "down_proj.qweight: quantized in groups of 32 of its 96 inputs, which do not divide over --tp-size 2"
     with rank_groups(2) as (_, _, [second]), pytest.raises(CheckpointError, match=message):
         load_target(tmp_path, Loading(progress=False), ranks=second)
+
+
+def test_blocks_of_fp8_that_do_not_divide_over_the_ranks_are_multiplied_out(tmp_path: Path) -> None:
+    """The second of two ranks has the last 48 of 96 inputs, which begin within a block of 32."""
+    config, store, _ = FORMATS["FP8"]
+    written(tmp_path, config, store)
+    expected = logits(load_target(tmp_path, Loading(progress=False)))
+    with rank_groups(2) as (first, threads, others):
+        models = [load_target(tmp_path, Loading(progress=False), ranks=ranks) for ranks in (first, *others)]
+        found, _ = threads.map(logits, models)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def weight_of(parts: Tensors, config: dict[str, Any]) -> QuantizedTensor:

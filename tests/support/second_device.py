@@ -30,8 +30,6 @@ _MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu)
 _COPIES = (aten.copy_.default, aten._to_copy.default)
 # CUDA tensors may be indexed by tensors of the host.
 _INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
-# CPUs have no such kernel: its result has the right shape, and zeros.
-_ONLY_ON_GPUS = (aten._convert_weight_to_int4pack.default,)
 
 
 class SecondDevice:
@@ -83,11 +81,7 @@ class _Operations(TorchDispatchMode):
         on_host = any(tensor.dim() and not (self.second.has(tensor) or tensor.is_meta) for tensor in compared)
         if on_second and on_host and func not in _COPIES:
             raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got cuda:0 and cpu")
-        if func in _ONLY_ON_GPUS:
-            meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs or {}))
-            out: Any = torch.zeros_like(func(*meta[0], **meta[1]), device="cpu")
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         if func is not aten.copy_.default and (on_second or (self.within and not given)):
             for tensor in _tensors(out):
                 self.second.place(tensor, there=True)

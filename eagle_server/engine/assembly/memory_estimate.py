@@ -140,8 +140,7 @@ def weight_bytes(
             if quantized.method == "mxfp4" and not native:
                 weight_bits = plain  # it is multiplied out
         elif quantization is not None and len(tensor.shape) == 2 and "embed" not in name:  # noqa: PLR2004
-            weight_bits = plain if name.startswith("lm_head") and quantization == "fp8" else _BITS[quantization]
-            weight_bits = max(weight_bits, 8.0) if name.startswith("lm_head") else weight_bits
+            weight_bits = max(_BITS[quantization], 8.0 if name.startswith("lm_head") else 0.0)
         bits += weight_bits * math.prod(tensor.shape)
     return int(bits / 8)
 

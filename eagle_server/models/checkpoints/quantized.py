@@ -27,7 +27,8 @@ from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTenso
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import LARGEST_SIZE
 from eagle_server.models.layers import Linear, linear_views
-from eagle_server.ops.quantize import FP8, Quantization, QuantizedWeight
+from eagle_server.ops.fp8_rows import FP8
+from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV
@@ -258,22 +259,23 @@ def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantiz
     if weight.is_floating_point() and weight.element_size() > 1:
         raise RuntimeError("the weight is not compressed; save the checkpoint compressed, or without scales")
     (rows, columns), block = shape, (1, scheme.group) if scheme.group else scheme.block
+    group = columns
     if scale.numel() == 1 or scale.shape in ((rows,), (rows, 1)):
-        spread = scale.reshape(-1, 1).expand(rows, 1)
+        scales = scale.reshape(-1, 1).expand(rows, 1)
     elif block is not None and scale.shape == (-(-rows // block[0]), -(-columns // block[1])):
-        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        scales, group = scale.repeat_interleave(block[0], 0)[:rows], block[1]
     else:
         raise RuntimeError(f"blocks of {block} need other scales")
-    if weight.dtype == FP8 and spread.shape[1] == 1:
-        zeros = torch.zeros((1, rows), dtype=torch.uint8, device=weight.device)
-        return QuantizedWeight("fp8", weight, spread.t().contiguous(), zeros, columns)
-    if weight.dtype == torch.int8 and spread.shape[1] == 1 and "weight_zero_point" not in parts:
+    if weight.dtype == FP8:
+        scales = scales.t().contiguous()  # [groups, out]
+        return QuantizedWeight("fp8", weight, scales, torch.zeros_like(scales, dtype=torch.uint8), min(group, columns))
+    if weight.dtype == torch.int8 and scales.shape[1] == 1 and "weight_zero_point" not in parts:
         codes = (weight.short() + _INT8_ZERO).to(torch.uint8)
         zeros = torch.full((1, rows), _INT8_ZERO, dtype=torch.uint8, device=weight.device)
-        return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros, columns)
+        return QuantizedWeight("int8", codes, scales.t().contiguous(), zeros, columns)
     zero = parts.get("weight_zero_point")
     shifted = weight.float() if zero is None else weight.float() - zero.float().reshape(-1, 1)
-    return shifted * spread
+    return shifted * scales.repeat_interleave(group, 1)[:, :columns]
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ def slice_of(tensor: StoredTensor, dim: int, number: int, shares: int) -> Stored
         if isinstance(weight, Tensor):
             return weight[where]
         part = weight.rows(slice(first, last)) if dim == 0 else weight.columns(first, last)
+        if part is None and weight.quantization == "fp8":
+            return weight.dense()[where]  # as where no kernel computes fp8
         if part is None:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.key}: quantized in groups of {weight.group} of its {full} inputs, which do "

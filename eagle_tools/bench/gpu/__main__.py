@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         "  mask      1k to 32k: verify and draft under a mask\n"
         "  cascade   1k to 32k: verify and draft by a cascade\n"
         "  per_node  1k to 32k: verify by a cascade, draft by a query per node\n"
-        "  mla       a DeepSeek-V3-shaped attention layer\n\n"
+        "  mla       a DeepSeek-V3-shaped attention layer\n"
+        "  products  a layer's matrix products in bfloat16, fp8 and int4\n\n"
         "with the embedded demo pair padded to the cost of Llama-3.1-8B. Parts run in this order, each in its own\n"
         "process. If one fails or has no time left, the report says so, and the others go on.",
         epilog="On a CPU: python -m eagle_tools.bench.gpu --tiny --device cpu --out /tmp/gpu",

@@ -24,6 +24,7 @@ from eagle_tools.bench.gpu.engines import FULL, TINY, BenchEngines
 from eagle_tools.bench.gpu.machine import brief, is_missing_module
 from eagle_tools.bench.gpu.measurements import batches, decode, floor
 from eagle_tools.bench.gpu.mla import mla
+from eagle_tools.bench.gpu.products import products
 from eagle_tools.bench.gpu.served import served
 from eagle_tools.bench.gpu.stages import stages
 from eagle_tools.bench.gpu.transformers_peer import transformers_peer
@@ -41,6 +42,7 @@ MEASURES: dict[str, Callable[[BenchEngines], dict[str, Any]]] = {
     "cascade": partial(long_trees, verifying="cascade", drafting="cascade"),
     "per_node": partial(long_trees, verifying="cascade", drafting="per_node"),
     "mla": mla,
+    "products": products,
 }
 
 

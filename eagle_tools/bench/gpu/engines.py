@@ -47,6 +47,7 @@ class Scale:
     served_tokens: int = 128  # of an answer to them
     prompts: int = 6  # one after the other at batch 1
     copied_bytes: int = 4 << 30
+    uncached_bytes: int = 200 << 20  # of weights that are read in turn: more than a GPU's cache holds
     matmul: int = 8192
     peer_tokens: int = 64
     mla_heads: int = 128  # DeepSeek-V3's
@@ -67,6 +68,7 @@ TINY = replace(
     served_tokens=16,
     prompts=2,
     copied_bytes=16 << 20,
+    uncached_bytes=1,
     matmul=256,
     peer_tokens=8,
     mla_heads=4,

@@ -219,6 +219,24 @@ def _mla(result: Document) -> Iterator[str]:
         yield f"\nfailed: {reason}"
 
 
+def _products(result: Document) -> Iterator[str]:
+    yield "## Matrix products, device us"
+    yield ""
+    known = ("product", "outputs", "inputs", "rows")
+    names = [name for name in result["rows"][0] if name not in known]
+    rows = [
+        (
+            f"{row['product']} {row['outputs']} x {row['inputs']}",
+            row["rows"],
+            *(f"{row[name]:.1f}" if isinstance(row[name], float) else "failed" for name in names),
+        )
+        for row in result["rows"]
+    ]
+    yield from table(("product", "rows", *names), rows)
+    for reason in sorted({row[name] for row in result["rows"] for name in names if isinstance(row[name], str)}):
+        yield f"\nfailed: {reason}"
+
+
 def _peer(result: Document) -> Iterator[str]:
     ours = ", ".join(f"{name} {result[f'{name}_tokens_per_second']:.1f}" for name in ("plain", "speculative"))
     yield (
@@ -242,6 +260,7 @@ _SECTIONS = {
     "peer": _peer,
     "batches": _batches,
     "mla": _mla,
+    "products": _products,
 }
 _LONG = ("contexts", "mask", "cascade", "per_node")  # parts that share a table
 

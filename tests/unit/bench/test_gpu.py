@@ -21,7 +21,7 @@ from eagle_tools.bench.gpu.suite import counts, run_suite
 @pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = ["floor", "decode", "stages", "served", "peer", "mla"]
+    parts = ["floor", "decode", "stages", "served", "peer", "mla", "products"]
     arguments = ["--tiny", "--device", "cpu", "--no-tests", "--build", "--out", str(tmp_path), "--parts", *parts]
     assert gpu.main(arguments) == 0, capsys.readouterr().out
     document = json.loads((tmp_path / "gpu.json").read_text())
@@ -38,6 +38,7 @@ def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest
     assert all(row["tokens_per_second"] > 0 for rows in served.values() for row in rows)
     assert peer["plain_tokens_alike"] == peer["speculative_tokens_alike"] == peer["tokens"], "transformers differs"
     assert all(row["tree of 64"]["device_ms"] > 0 for row in document["parts"]["mla"]["result"]["rows"])
+    assert all(row["plain"] > 0 for row in document["parts"]["products"]["result"]["rows"])
     assert "**missed**" in capsys.readouterr().out
     assert (tmp_path / "gpu.png").stat().st_size > 5000
 

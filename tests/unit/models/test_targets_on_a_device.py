@@ -94,6 +94,7 @@ def test_rounded_weights_are_there_too(quantization: Any, tmp_path: Path) -> Non
             *(tmp_path, target), Loading(context=64, progress=False, quantization=quantization), algorithm="STANDALONE"
         )
         assert target.layers[0].mlp.down.weight.numel() == 0  # only the rounded weight is kept
+        assert target.lm_head._packed.rounded.codes.dtype == torch.float8_e4m3fn
         assert elsewhere((target, draft), gpu) == []
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_server.ops.rounded_linear import TILES
 from eagle_server.ops.triton_support import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -47,6 +48,10 @@ DELTA = f"bf16* fp32* fp32* {STATES} fp32*{9 * ' i32'} fp32"  # from the convolu
 NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 BEST = "fp32* i32* fp32* i64*"  # values, candidates, mass, tokens of a top-k
 PLAIN = f"None None None i32 i32 i32 fp32{5 * ' i32'}"  # no corrections
+FP8, INT4 = (
+    f"bf16* {codes} fp32* {zeros} fp32*{6 * ' i32'}" for codes, zeros in (("fp8e4nv*", "None"), ("u8*", "u8*"))
+)
+ROUNDED = ("rounded_linear", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
 SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
 KERNELS = [
@@ -174,6 +179,22 @@ KERNELS = [
         {"KERNEL": 4, "KEY": 128, "VALUE": 64},
     ),
     Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
+    Kernel("fp8_rows", "_rows_kernel", "bf16* fp8e4nv* fp32* i32", {"SIZE": 16384}),
+    Kernel("rounded_linear", "_sum_kernel", "fp32* bf16* i32", {"SPLITS": 2, "BLOCK": 1024}),
+    *(
+        Kernel(
+            *(*ROUNDED, types),
+            {"GROUP": group, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "BLOCK": min(group, 128) or tile.inputs},
+            f"{name}, {tile.rows} rows",
+        )
+        for name, types, group in (
+            ("fp8", FP8, 0),
+            ("fp8 in blocks", FP8, 128),
+            ("int4", INT4, 128),
+            ("int4 in small groups", INT4, 32),
+        )
+        for tile in TILES
+    ),
 ]
 
 

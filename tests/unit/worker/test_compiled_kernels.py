@@ -13,8 +13,9 @@ from eagle_server.attention import recurrent
 from eagle_server.cache import states
 from eagle_server.engine.assembly import assemble as assemble_module
 from eagle_server.engine.engine import Engine
-from eagle_server.ops import indices, rope_kv
+from eagle_server.ops import indices, rope_kv, rounded_linear
 from eagle_server.ops.fused import AngleTable
+from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.recurrent import kernels as recurrent_kernels
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
@@ -99,6 +100,26 @@ def test_prompts_of_all_lengths_have_few_signatures(monkeypatch: pytest.MonkeyPa
         if length in (2, 8192):
             counted.append(len(seen))
     assert counted == [3, 3], sorted(seen)
+
+
+@pytest.mark.parametrize(("quantization", "group"), [("fp8", 2048), ("fp8", 128), ("int4", 128)])
+def test_a_packed_weight_has_launched_its_kernels_for_all_numbers_of_rows(
+    quantization: Quantization, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take("triton", monkeypatch)
+    launch_kernels(monkeypatch, rounded_linear)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda codes, weight, **_: codes.new_empty(len(codes), weight.shape[1]))
+    seen = launched(monkeypatch, run=False)
+    weight = quantize(torch.randn(32, 2048), quantization)
+    if quantization == "fp8":
+        scales = weight.scales.expand(2048 // group, 32).contiguous()
+        weight = QuantizedWeight("fp8", weight.codes, scales, weight.zeros, group)
+    packed = rounded_linear.RoundedWeight.packed(weight, torch.device("cpu"), torch.bfloat16)
+    compiled = set(seen)
+    for rows in range(1, 300):
+        packed.linear(torch.zeros(rows, 2048, dtype=torch.bfloat16))
+    assert seen == compiled
+    assert {each.split()[0] for each in seen} >= {"_product_kernel", "_sum_kernel"}
 
 
 @pytest.mark.deep
