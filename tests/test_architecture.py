@@ -108,7 +108,7 @@ NAMES_HEADS = {  # modules that name heads beside the table, and why
     "algorithms": "the table",
     "config.speculative": "the help of --speculative-algorithm",
 }
-ON_CPUS = PACKAGE / "ops" / "grouped.py"  # its twin loops over groups
+ON_CPUS = PACKAGE / "ops" / "linear" / "grouped.py"  # its twin loops over groups
 
 
 def name(path: Path) -> str:

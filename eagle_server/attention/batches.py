@@ -30,7 +30,7 @@ from eagle_server.attention.spec_info import (
     kv_arguments,
 )
 from eagle_server.ops.device import upload
-from eagle_server.ops.indices import indptr_of, window_slots
+from eagle_server.ops.kv.indices import indptr_of, window_slots
 
 MIXED_ROWS, MIXED_CHUNKS = 256, 8  # the most rows of prompt chunks in a mixed forward, and the most chunks
 # For graphs chunks are cut into pieces of equal rows, the last one padded, so that a plan of equal rows serves all

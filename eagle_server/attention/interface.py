@@ -19,10 +19,10 @@ from torch import Tensor
 from eagle_server.attention.recurrent import RecurrentRows
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.captured import in_place
-from eagle_server.ops.fused import Rotation, apply_rope, rms_norm
+from eagle_server.ops.layers.fused import Rotation, apply_rope, rms_norm
+from eagle_server.ops.layers.rope_kv import HeadNorms
 from eagle_server.ops.native.decoder import NativeDecoder, NativeRows
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
-from eagle_server.ops.rope_kv import HeadNorms
 
 # How FlashInfer computes attention under a tree mask, see `attention.flashinfer.scratch.Mode`. Only draft steps can be
 # computed per node.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttnArgs, TreeMask
 from eagle_server.ops.captured import in_place
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, indptr_of
+from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, indptr_of
 from eagle_server.ops.tree.candidates import best_children
 from eagle_server.speculation.tree import Tree
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.device import mirrors
-from eagle_server.ops.kv_move import keep_accepted
+from eagle_server.ops.kv.move import keep_accepted
 
 
 class KVShape(NamedTuple):
@@ -35,7 +35,7 @@ class Pool(Protocol):
         ...
 
     def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        """Move accepted nodes to the front of their windows in every layer, see `ops.kv_move.keep_accepted`."""
+        """Move accepted nodes to the front of their windows in every layer, see `ops.kv.move.keep_accepted`."""
         ...
 
     def clear(self, slots: Tensor) -> None:

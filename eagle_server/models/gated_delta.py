@@ -20,7 +20,7 @@ from eagle_server.models.config import ModelConfig, RecurrentConfig
 from eagle_server.models.layers import Linear, Views
 from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops.fused import Rotation
+from eagle_server.ops.layers.fused import Rotation
 from eagle_server.ops.native.decoder import DeltaWeights
 from eagle_server.ops.native.recurrent import NativeStates
 from eagle_server.ops.recurrent.nodes import RecurrentLayer

@@ -18,13 +18,13 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops.fused import GATES, Rotation, add_rms_norm, apply_rope, gain_of, limited_silu_mul, rms_norm
-from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
+from eagle_server.ops.layers.fused import GATES, Rotation, add_rms_norm, apply_rope, gain_of, limited_silu_mul, rms_norm
+from eagle_server.ops.layers.rope_kv import HeadNorms
+from eagle_server.ops.linear.packed import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.native.decoder import AttentionShape, AttentionWeights, FeedForwardWeights
 from eagle_server.ops.native.library import floats
 from eagle_server.ops.native.linear import Biased, NativeWeight, native_linear
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
-from eagle_server.ops.rope_kv import HeadNorms
 
 Views = Iterator[tuple[str, Tensor]]
 _EIGHT_BITS: tuple[Quantization, ...] = ("int8", "fp8")  # on CPUs, on GPUs
@@ -116,7 +116,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.offset)
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). Both arguments may be overwritten (see `ops.fused`)."""
+        """(norm(x + residual), x + residual). Both arguments may be overwritten (see `ops.layers.fused`)."""
         return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 

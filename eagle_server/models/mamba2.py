@@ -22,7 +22,7 @@ from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import CheckpointError, ModelConfig, RecurrentConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Linear, Views
-from eagle_server.ops.fused import Rotation
+from eagle_server.ops.layers.fused import Rotation
 from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
 
 NormOrder = Literal["after gate", "before gate"]

@@ -22,7 +22,7 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import MLAConfig, ModelConfig
 from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.models.ranks import summed
-from eagle_server.ops.fused import Rotation, apply_rope_pair
+from eagle_server.ops.layers.fused import Rotation, apply_rope_pair
 
 _EPS = 1e-6  # eps of the norms in the bottlenecks; rms_norm_eps is for all other norms
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from eagle_server.models.config import ClampedSwiGLU, ModelConfig, MoEConfig, SwiGLULimits
 from eagle_server.models.layers import GatedMLP, Linear, Views
 from eagle_server.models.ranks import summed
-from eagle_server.ops.fused import GATES, limited_silu_mul
-from eagle_server.ops.grouped import group_ends, grouped_linear
+from eagle_server.ops.layers.fused import GATES, limited_silu_mul
+from eagle_server.ops.linear.grouped import group_ends, grouped_linear
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.native.decoder import FeedForwardWeights
 from eagle_server.ops.native.experts import SIGMOID, SOFTMAX, NativeExperts
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.linear import NativeWeight
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 
 class Router(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.models.config import RopeConfig
-from eagle_server.ops.fused import AngleRows, AngleTable, Rotation, can_use_table
+from eagle_server.ops.layers.fused import AngleRows, AngleTable, Rotation, can_use_table
 
 
 class RotaryEmbedding(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear, Views
-from eagle_server.ops.fused import Rotation
+from eagle_server.ops.layers.fused import Rotation
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 

@@ -31,8 +31,8 @@ from eagle_server.models.layers import Linear, pack_linears
 from eagle_server.models.moe import ExpertLinear, MixtureOfExperts
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.native.library import set_threads
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
 from eagle_server.speculation.tree import Tree
 from eagle_tools.bench.report import write_json
 from eagle_tools.bench.rich_output import Console, Table

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_server.models.config import RopeConfig
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops import fused
+from eagle_server.ops.layers import fused
 from tests.gpu.conftest import moved
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}

@@ -15,13 +15,13 @@ from torch import Tensor
 from eagle_server.attention.recurrent import TreeRows
 from eagle_server.attention.spec_info import retrive_links
 from eagle_server.cache.states import StatePool
-from eagle_server.ops.fp8_rows import fp8_rows
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
-from eagle_server.ops.kv_move import keep_accepted
-from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
-from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices
+from eagle_server.ops.kv.move import keep_accepted
+from eagle_server.ops.layers.normed_pairs import PairNorms, normed_pairs
+from eagle_server.ops.linear.fp8_rows import fp8_rows
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.linear.rounded import RoundedWeight, rounded_linear
 from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
-from eagle_server.ops.rounded_linear import RoundedWeight, rounded_linear
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel

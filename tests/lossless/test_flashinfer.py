@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from eagle_server.attention import workspace
-from eagle_server.ops import prefill_plan
 from eagle_server.ops.dispatch import OPERATIONS
+from eagle_server.ops.kv import prefill_plan
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from tests.lossless.conftest import eagle_is_deep

@@ -22,8 +22,8 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.layers import pack_linears
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.library import available
-from eagle_server.ops.quantize import Quantization
 from tests.lossless import pairs as pairs_module
 from tests.lossless.drafters import CASES as DRAFTING
 from tests.lossless.drafters import Case

@@ -11,7 +11,7 @@ import torch
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
-from eagle_server.ops.quantize import Quantization
+from eagle_server.ops.linear.quantize import Quantization
 from tests.lossless.scenes import as_on_a_gpu
 from tests.support import mimo_v2, step3p5
 from tests.support.covering import covering

@@ -30,8 +30,8 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
+from eagle_server.ops.linear.quantize import QuantizedWeight
 from eagle_server.ops.native.library import available
-from eagle_server.ops.quantize import QuantizedWeight
 from tests.support.ranks import rank_groups
 
 GOLDEN = Path(__file__).with_name("quantized.safetensors")

@@ -1,4 +1,4 @@
-"""FlashInfer's norms, gate and rotary embedding in torch, and the kernel branch of `ops.fused` on a CPU."""
+"""FlashInfer's norms, gate and rotary embedding in torch, and the kernel branch of `ops.layers.fused` on a CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.ops import fused
 from eagle_server.ops.dispatch import FITS
+from eagle_server.ops.layers import fused
 
 
 def fake_flashinfer() -> Any:

@@ -26,8 +26,8 @@ from eagle_server.attention.flashinfer.wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVShape, Pool
-from eagle_server.ops.fused import AngleTable, Rotation
-from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
+from eagle_server.ops.layers.fused import AngleTable, Rotation
+from eagle_server.ops.layers.rope_kv import HeadNorms, rotate_and_write
 from eagle_server.ops.tree.attention import add_sinks, tree_block_attention
 
 

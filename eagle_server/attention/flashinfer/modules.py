@@ -17,7 +17,7 @@ import torch
 from eagle_server.attention.flashinfer.forward import FlashInferBackend
 from eagle_server.attention.flashinfer.scratch import LONG_ROWS
 from eagle_server.attention.interface import Layout
-from eagle_server.ops import fused
+from eagle_server.ops.layers import fused
 
 logger = logging.getLogger(__name__)
 

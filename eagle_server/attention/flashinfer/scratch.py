@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_server.attention.batches import attn_args_decode, attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, TreeMask
 from eagle_server.attention.spec_info import kv_arguments
-from eagle_server.ops.indices import window_slots
+from eagle_server.ops.kv.indices import window_slots
 from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
 
 # How a forward is computed.

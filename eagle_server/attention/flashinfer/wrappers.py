@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.workspace import Workspace
-from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
+from eagle_server.ops.kv.prefill_plan import PrefillPlan, plan_prefill
 
 _INT_WORKSPACE = 64 << 10  # bytes, the minimum; a new wrapper has 8 MiB, and as much pinned host memory
 _EAGER_INT_WORKSPACE = 1 << 20
@@ -145,8 +145,8 @@ class PagedWrapper:
 class StaticWrapper(PagedWrapper):
     """A prefill wrapper with static buffers: its forwards have equal batch sizes and numbers of rows per request.
 
-    The host plans it once. Then a kernel plans each forward from lengths on the device (`ops/prefill_plan.py`). If the
-    tiles of query rows alone fill the device, the plan splits no KV, and no kernel merges chunks.
+    The host plans it once. Then a kernel plans each forward from lengths on the device (`ops/kv/prefill_plan.py`). If
+    the tiles of query rows alone fill the device, the plan splits no KV, and no kernel merges chunks.
 
     Args:
         lengths: the wrapper's buffers kv_indptr and last_page_len, int32 [bs + 1] and [bs].

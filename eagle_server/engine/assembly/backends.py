@@ -16,8 +16,8 @@ from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import ModelConfig
-from eagle_server.ops.fused import use_flashinfer
-from eagle_server.ops.indices import window_slots
+from eagle_server.ops.kv.indices import window_slots
+from eagle_server.ops.layers.fused import use_flashinfer
 from eagle_server.ops.triton_support import NoCompilerError, why_not_launched
 
 

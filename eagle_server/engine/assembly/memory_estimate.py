@@ -31,8 +31,8 @@ from eagle_server.models.checkpoints.rank_slices import share_of
 from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights, without_drafts
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.library import available
-from eagle_server.ops.quantize import Quantization
 from eagle_server.speculation.tree_config import TreeConfig
 
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4, "mxfp4": 4.25}  # per weight, with scales, and zeros of groups of 128

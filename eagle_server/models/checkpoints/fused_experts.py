@@ -25,7 +25,7 @@ from torch import Tensor
 from eagle_server.models.checkpoints.rank_slices import slice_of
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights, split_experts
 from eagle_server.models.config import CheckpointError
-from eagle_server.ops.quantize import QuantizedWeight
+from eagle_server.ops.linear.quantize import QuantizedWeight
 
 _FUSED = re.compile(r"(.*\.mlp\.)experts\.(gate_up_proj|down_proj)(|_bias|_blocks)")
 _ROUTER = re.compile(r"(.*\.mlp\.)router\.(weight|bias)")

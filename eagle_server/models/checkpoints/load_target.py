@@ -43,10 +43,10 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
 from eagle_server.models.wrappers import MEDIA
-from eagle_server.ops.linear import why_not_computed
+from eagle_server.ops.linear.packed import why_not_computed
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.linear import NativeWeight
-from eagle_server.ops.quantize import Quantization
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 log = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from eagle_server.models.config_json import read_config
 from eagle_server.models.layers import Linear, pack_linears
 from eagle_server.models.targets.transformers import ATTENTION, AttentionCall, TransformersTarget
 from eagle_server.ops.host_reads import HostReads
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.library import available
-from eagle_server.ops.quantize import Quantization
 
 log = logging.getLogger(__name__)
 

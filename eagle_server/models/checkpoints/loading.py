@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle_server.ops.quantize import Quantization
+from eagle_server.ops.linear.quantize import Quantization
 
 
 @dataclass(frozen=True)

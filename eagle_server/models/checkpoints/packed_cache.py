@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
-from eagle_server.ops import quantize
+from eagle_server.ops.linear import quantize
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.build import SOURCES
 from eagle_server.ops.native.linear import CACHE_LINE, NativeWeight
-from eagle_server.ops.quantize import Quantization
 from eagle_server.ops.whole_file import put_whole
 
 _TYPES = {torch.uint8: "U8", torch.float32: "F32"}

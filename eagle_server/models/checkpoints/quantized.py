@@ -27,8 +27,8 @@ from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTenso
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import LARGEST_SIZE
 from eagle_server.models.layers import Linear, linear_views
-from eagle_server.ops.fp8_rows import FP8
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.linear.fp8_rows import FP8
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV

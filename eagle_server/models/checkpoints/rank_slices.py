@@ -28,7 +28,7 @@ from eagle_server.cache.pool import KVShape
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights
 from eagle_server.models.config import CheckpointError, ModelConfig, Split
 from eagle_server.models.ranks import RankGroup
-from eagle_server.ops.quantize import QuantizedWeight
+from eagle_server.ops.linear.quantize import QuantizedWeight
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER = re.compile(

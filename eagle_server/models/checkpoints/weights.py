@@ -24,7 +24,7 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_whole_config
 from eagle_server.models.targets.registry import find_family
 from eagle_server.models.wrappers import Order, text_config, text_name, wrapper_of
-from eagle_server.ops.quantize import QuantizedWeight
+from eagle_server.ops.linear.quantize import QuantizedWeight
 
 _NAMED = 8  # the number of keys that an error message lists
 _LOCAL_MARKS = ("/", ".", "~", "\\")

@@ -15,7 +15,7 @@ from eagle_server.models.checkpoints.weights import open_weights, read_as
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
 from eagle_server.models.layers import Linear, pack_linears
-from eagle_server.ops.quantize import Quantization
+from eagle_server.ops.linear.quantize import Quantization
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from eagle_server.models.layers import Attention, DecoderLayer, Linear, RMSNorm,
 from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
-from eagle_server.ops.fused import rotate
+from eagle_server.ops.layers.fused import rotate
 from eagle_server.ops.native.decoder import NativeDecoder
 
 

@@ -27,10 +27,10 @@ from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Vie
 from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
-from eagle_server.ops.fused import Rotation
+from eagle_server.ops.layers.fused import Rotation
+from eagle_server.ops.layers.normed_pairs import PairNorms, normed_pairs
 from eagle_server.ops.native.decoder import NativeDecoder
 from eagle_server.ops.native.drafting import HeadWeights, Residual
-from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
 
 FeatureNorm = Literal["none", "each", "concat"]
 

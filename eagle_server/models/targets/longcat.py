@@ -24,7 +24,7 @@ from eagle_server.models.mla import MLAAttention
 from eagle_server.models.moe import MixtureOfExperts
 from eagle_server.models.targets.deepseek import with_mla
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily
-from eagle_server.ops.fused import Rotation
+from eagle_server.ops.layers.fused import Rotation
 
 
 class ShortcutLayer(nn.Module):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.native.library import empty, floats, functions, pointer, session
 from eagle_server.ops.native.structs import PackedStruct
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 _FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4, _MXFP4 = range(6)  # Kind in packed.h
 _KINDS: dict[Quantization, int] = {"int8": _INT8, "int4": _INT4, "mxfp4": _MXFP4}

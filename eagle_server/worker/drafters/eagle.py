@@ -19,7 +19,7 @@ from eagle_server.attention.batches import (
 from eagle_server.attention.interface import AttentionBatch, AttentionPlan, Layout, PagedRequests
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.ops.indices import window_slots
+from eagle_server.ops.kv.indices import window_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
 from eagle_server.ops.tree.candidates import CandidatePool, Children
 from eagle_server.speculation.candidates import organize_draft_results

@@ -13,7 +13,7 @@ from eagle_server.attention.batches import static_level_batch, static_level_layo
 from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests, TreeMask
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.ops.indices import window_slots
+from eagle_server.ops.kv.indices import window_slots
 from eagle_server.speculation.static_tree import Level, static_tree
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.speculation.tree_config import extend_widths

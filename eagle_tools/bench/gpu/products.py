@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, why_not_computed
-from eagle_server.ops.quantize import Quantization
-from eagle_server.ops.rounded_linear import RoundedWeight
+from eagle_server.ops.linear.packed import PackedWeight, pack_weight, packed_linear, why_not_computed
+from eagle_server.ops.linear.quantize import Quantization
+from eagle_server.ops.linear.rounded import RoundedWeight
 from eagle_tools.bench.gpu.engines import BenchEngines
 from eagle_tools.bench.gpu.machine import Machine, brief, is_fatal
 

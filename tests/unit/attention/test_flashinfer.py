@@ -24,7 +24,7 @@ from eagle_server.attention.interface import AttentionBackend, LayerSpec, PagedR
 from eagle_server.attention.torch_native import TorchNativeAttention, torch_native
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
-from eagle_server.ops import prefill_plan
+from eagle_server.ops.kv import prefill_plan
 from tests.support import flashinfer_planner
 from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation

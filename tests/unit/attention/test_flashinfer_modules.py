@@ -27,7 +27,7 @@ from eagle_server.engine.assembly import from_config as build
 from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.ops import fused
+from eagle_server.ops.layers import fused
 from tests.support.deepseek import DEEPSEEK
 from tests.support.engines import plain, random_target
 from tests.support.flashinfer_emulation import Emulation

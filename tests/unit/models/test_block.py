@@ -18,7 +18,7 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.block import BlockHead
 from eagle_server.models.layers import Linear
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.linear import why_not_computed
+from eagle_server.ops.linear.packed import why_not_computed
 from tests.support.blocks import (
     BlockSpec,
     block_rows,

@@ -21,7 +21,7 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.ops.linear import computed_rows, pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.linear.packed import computed_rows, pack_weight, packed_linear, unpack_weight
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

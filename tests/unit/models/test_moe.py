@@ -14,7 +14,7 @@ from eagle_server.models.config import CheckpointError, MoEConfig
 from eagle_server.models.layers import Linear
 from eagle_server.models.moe import MixtureOfExperts, Router
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.ops.grouped import group_ends, grouped_linear, grouped_linear_twin
+from eagle_server.ops.linear.grouped import group_ends, grouped_linear, grouped_linear_twin
 from eagle_server.ops.native.library import available
 from tests.support.deepseek import DEEPSEEK, write_config
 from tests.support.paged import CPU

@@ -19,9 +19,9 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops import linear
+from eagle_server.ops.linear import packed as linear
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.library import available
-from eagle_server.ops.quantize import Quantization
 from tests.unit.models.test_load_target import checkpoint, logits
 
 pytestmark = pytest.mark.skipif(

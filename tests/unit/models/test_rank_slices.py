@@ -21,7 +21,7 @@ from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTenso
 from eagle_server.models.config import CheckpointError, Split
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from tests.support.deepseek import DEEPSEEK
 from tests.support.ranks import rank_groups
 from tests.unit.models.test_load_target import CONFIG as LLAMA

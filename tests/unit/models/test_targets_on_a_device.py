@@ -19,7 +19,7 @@ from eagle_server.models.checkpoints.load_target import created_as, load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights
-from eagle_server.ops.quantize import QuantizedWeight, quantize
+from eagle_server.ops.linear.quantize import QuantizedWeight, quantize
 from tests.parity import test_mxfp4, wrappers
 from tests.parity import test_quantized_checkpoints as quantized
 from tests.parity.checkpoints import CASES, write

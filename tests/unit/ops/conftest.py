@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_server.ops import fused
+from eagle_server.ops.layers import fused
 from tests.support.fused_kernels import fake_flashinfer
 from tests.support.kernels import take
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.ops.rounded_linear import TILES
+from eagle_server.ops.linear.rounded import TILES
 from eagle_server.ops.triton_support import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

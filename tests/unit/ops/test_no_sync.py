@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import retrive_links
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
-from eagle_server.ops.kv_move import keep_accepted
-from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
+from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
+from eagle_server.ops.kv.move import keep_accepted
+from eagle_server.ops.kv.prefill_plan import PrefillPlan, plan_prefill
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
 from eagle_server.ops.sampling.draw import draw_tokens
 from eagle_server.ops.sampling.gumbel import gumbel

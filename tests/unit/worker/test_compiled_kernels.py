@@ -13,9 +13,11 @@ from eagle_server.attention import recurrent
 from eagle_server.cache import states
 from eagle_server.engine.assembly import assemble as assemble_module
 from eagle_server.engine.engine import Engine
-from eagle_server.ops import indices, rope_kv, rounded_linear
-from eagle_server.ops.fused import AngleTable
-from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.kv import indices
+from eagle_server.ops.layers import rope_kv
+from eagle_server.ops.layers.fused import AngleTable
+from eagle_server.ops.linear import rounded as rounded_linear
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.recurrent import kernels as recurrent_kernels
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request

@@ -22,7 +22,7 @@ from eagle_server.models.config import CheckpointError, FalconH1Config, ModelCon
 from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP, Views
 from eagle_server.models.mamba2 import Mamba2, mamba2_shape
 from eagle_server.models.targets.interface import TargetFamily
-from eagle_server.ops.fused import Rotation
+from eagle_server.ops.layers.fused import Rotation
 
 _DEFAULTS = {
     **{"rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_d_state": 256, "mamba_d_conv": 4},

@@ -21,7 +21,7 @@ from eagle_server.models.mamba2 import Mamba2, step_limits
 from eagle_server.models.moe import Experts, Router, native_experts
 from eagle_server.models.targets.deepseek import routed_experts
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily
-from eagle_server.ops.fused import Rotation, squared_relu
+from eagle_server.ops.layers.fused import Rotation, squared_relu
 from eagle_server.ops.native.experts import NativeExperts
 from eagle_server.ops.recurrent.nodes import RecurrentShape
 

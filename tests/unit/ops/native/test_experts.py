@@ -11,9 +11,9 @@ from torch import Tensor
 from eagle_server.models.config import ClampedSwiGLU, ModelConfig, MoEConfig, RopeConfig
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.moe import MixtureOfExperts
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native import library as native
 from eagle_server.ops.native.experts import NativeExperts
-from eagle_server.ops.quantize import Quantization
 from tests.support.covering import covering
 
 PLAIN = {"scoring": "softmax", "routing": "greedy", "groups": 1, "topk_groups": 1, "normalize": True, "scale": 1.0}

@@ -18,12 +18,12 @@ from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.models.config import ModelConfig, RopeConfig
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.native import build
 from eagle_server.ops.native import library as native
 from eagle_server.ops.native.build import BuildError, compile_kernels, library
 from eagle_server.ops.native.linear import NativeWeight, native_linear
 from eagle_server.ops.native.sampling import NativeScoring
-from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.sampling.gumbel import gumbel
 
 SLOTS = 400

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops.dispatch import op
-from eagle_server.ops.fused import owned, rms_norm
+from eagle_server.ops.layers.fused import owned, rms_norm
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.cache.pool import KVPool, KVShape, LatentPool
-from eagle_server.ops.kv_move import keep_accepted
+from eagle_server.ops.kv.move import keep_accepted
 from tests.support.kernels import DEVICE, each_variant, generator, on_device, take
 
 SLOTS = 97

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.dispatch import op
-from eagle_server.ops.fused import AngleTable, rms_norm, rotate
+from eagle_server.ops.layers.fused import AngleTable, rms_norm, rotate
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 

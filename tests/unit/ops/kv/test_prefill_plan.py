@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops import prefill_plan
-from eagle_server.ops.prefill_plan import PrefillPlan, plan_prefill
+from eagle_server.ops.kv import prefill_plan
+from eagle_server.ops.kv.prefill_plan import PrefillPlan, plan_prefill
 from tests.support.flashinfer_cpp import Planner
 from tests.support.flashinfer_planner import Planned, write_plan
 from tests.support.kernels import DEVICE, each_variant

@@ -10,9 +10,9 @@ from torch import Tensor
 from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.models.config import RopeConfig
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops import fused
-from eagle_server.ops.fused import AngleRows, AngleTable
-from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
+from eagle_server.ops.layers import fused
+from eagle_server.ops.layers.fused import AngleRows, AngleTable
+from eagle_server.ops.layers.rope_kv import HeadNorms, rotate_and_write
 from tests.support.covering import covering
 from tests.support.kernels import DEVICE, each_variant, generator
 

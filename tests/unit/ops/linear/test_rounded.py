@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_server.ops.fp8_rows import FP8, fp8_rows
-from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
-from eagle_server.ops.rounded_linear import RoundedWeight, rounded_linear
-from eagle_server.ops.torch_quantized import fits
+from eagle_server.ops.linear.fp8_rows import FP8, fp8_rows
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.linear.rounded import RoundedWeight, rounded_linear
+from eagle_server.ops.linear.torch_quantized import fits
 from tests.support.covering import covering
 from tests.support.kernels import DEVICE, each_variant, generator, take
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
-from eagle_server.ops.rounded_linear import GROUPS
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.linear.rounded import GROUPS
 
 _MIDDLE = 8  # the code that stands for the zero in torch's int4 format
 _FP8_CAPABILITY = (8, 9)  # the first GPUs that convert and multiply fp8: Ada

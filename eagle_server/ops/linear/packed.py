@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.linear.rounded import RoundedWeight
+from eagle_server.ops.linear.torch_quantized import TorchQuantizedWeight, fits, why_not
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.linear import NativeWeight, native_linear
-from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
-from eagle_server.ops.rounded_linear import RoundedWeight
-from eagle_server.ops.torch_quantized import TorchQuantizedWeight, fits, why_not
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
 _SMALL = 1 << 19  # elements; for smaller weights F.linear is faster on one float32 row (256x512: 7 us against 13 us)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eagle_server.ops.device import on_gpu
 from eagle_server.ops.dispatch import op
-from eagle_server.ops.fp8_rows import fp8_rows
-from eagle_server.ops.quantize import QuantizedWeight
+from eagle_server.ops.linear.fp8_rows import fp8_rows
+from eagle_server.ops.linear.quantize import QuantizedWeight
 from eagle_server.ops.triton_support import blocks, jit, tl
 
 GROUPS = (32, 64, 128, 256)  # inputs that share a scale

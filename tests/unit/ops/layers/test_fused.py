@@ -20,8 +20,8 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import RMSNorm
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops import fused
-from eagle_server.ops.fused import AngleRows, AngleTable
+from eagle_server.ops.layers import fused
+from eagle_server.ops.layers.fused import AngleRows, AngleTable
 from tests.support.fused_kernels import fake_flashinfer, use_kernel_branch
 from tests.support.kernels import each_variant
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
+from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from tests.support.kernels import DEVICE, each_variant, generator, on_device
 
 UNTOUCHED = -7

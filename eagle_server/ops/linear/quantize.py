@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eagle_server.ops.fp8_rows import fp8_rows
+from eagle_server.ops.linear.fp8_rows import fp8_rows
 
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagle_server.ops.normed_pairs import PairNorms, normed_pairs
+from eagle_server.ops.layers.normed_pairs import PairNorms, normed_pairs
 from tests.support.covering import covering
 from tests.support.kernels import DEVICE, each_variant, generator, take
 
