@@ -51,7 +51,7 @@ PLAIN = f"None None None i32 i32 i32 fp32{5 * ' i32'}"  # no corrections
 FP8, INT4 = (
     f"bf16* {codes} fp32* {zeros} fp32*{6 * ' i32'}" for codes, zeros in (("fp8e4nv*", "None"), ("u8*", "u8*"))
 )
-ROUNDED = ("rounded_linear", "_product_kernel")
+ROUNDED = ("linear.rounded", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
 SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
 KERNELS = [
@@ -72,22 +72,22 @@ KERNELS = [
     Kernel("sampling.gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
     Kernel("sampling.gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
     Kernel(
-        "indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"REQUESTS": 64, "SPLITS": 8, "BLOCK": 512}
+        "kv.indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"REQUESTS": 64, "SPLITS": 8, "BLOCK": 512}
     ),
-    Kernel("indices", "_window_kernel", "i32* i64* i64* i64* i32 i32 i32", {"BLOCK": 128}),
+    Kernel("kv.indices", "_window_kernel", "i32* i64* i64* i64* i32 i32 i32", {"BLOCK": 128}),
     Kernel(
-        "indices",
+        "kv.indices",
         "_draft_decode_kv_indices_kernel",
         "i32* i64* i64* u8* i32* i32* i32 i32 i32",
         {"WINDOW_BLOCK": 32, "SPLITS": 8, "BLOCK": 512},
     ),
     Kernel(
-        "prefill_plan",
+        "kv.prefill_plan",
         "_plan_kernel",
         f"i32* i32* i32* i32* i32* i32* u8* i32* i32* i32*{6 * ' i32'}",
         {"SMALLEST": 128, "REQUESTS": 64, "BLOCK": 128},
     ),
-    Kernel("kv_move", "_move_kernel", "i64* i64* i64* i64* i32* i32 i32 i32 i32", {"BLOCK": 256}),
+    Kernel("kv.move", "_move_kernel", "i64* i64* i64* i64* i32* i32 i32 i32 i32", {"BLOCK": 256}),
     Kernel("tree.attention", "_sinks_kernel", "bf16* fp32* fp32* i32 i32 i32 i32 i32", {"SIZE": 64}),
     Kernel(
         "tree.mask",
@@ -142,18 +142,18 @@ KERNELS = [
         *(MERGE, "corrected"),
     ),
     Kernel(
-        *("normed_pairs", "_pairs_kernel", "i64* bf16* bf16* None bf16* bf16* bf16* bf16* i32 i32 fp32"),
+        *("layers.normed_pairs", "_pairs_kernel", "i64* bf16* bf16* None bf16* bf16* bf16* bf16* i32 i32 fp32"),
         {"KEEPS_NORMED": False, "SIZE": 4096},
     ),
     Kernel(
-        *("normed_pairs", "_pairs_kernel", "i64* bf16* bf16* i64* bf16* bf16* bf16* bf16* i32 i32 fp32"),
+        *("layers.normed_pairs", "_pairs_kernel", "i64* bf16* bf16* i64* bf16* bf16* bf16* bf16* i32 i32 fp32"),
         *({"KEEPS_NORMED": True, "SIZE": 8192}, "normed"),
     ),
     Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 512, "ROWS": 16, "NODES": 64}),
     Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 1024, "ROWS": 16, "NODES": 256}, "large"),
-    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}),
+    Kernel("layers.rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}),
     Kernel(
-        *("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),
+        *("layers.rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),
         *({"HALF": 32, "REST": 64}, "norms"),
     ),
     Kernel(
@@ -179,8 +179,8 @@ KERNELS = [
         {"KERNEL": 4, "KEY": 128, "VALUE": 64},
     ),
     Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
-    Kernel("fp8_rows", "_rows_kernel", "bf16* fp8e4nv* fp32* i32", {"SIZE": 16384}),
-    Kernel("rounded_linear", "_sum_kernel", "fp32* bf16* i32", {"SPLITS": 2, "BLOCK": 1024}),
+    Kernel("linear.fp8_rows", "_rows_kernel", "bf16* fp8e4nv* fp32* i32", {"SIZE": 16384}),
+    Kernel("linear.rounded", "_sum_kernel", "fp32* bf16* i32", {"SPLITS": 2, "BLOCK": 1024}),
     *(
         Kernel(
             *(*ROUNDED, types),
