@@ -24,6 +24,7 @@ _REPEATS = 3
 _LONG = 512  # tokens of the longer texts
 _LEAST_PER_KV = 2e-5  # seconds per KV token, as a part of those of one row
 _NOTHING = TreeShape(0, 1)  # to draft
+_REPEATING = (0, 1, 0, 2, 0)  # a text that n-grams continue by a tree that branches
 _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
 
 
@@ -41,10 +42,12 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
     more = worker.batches.accepted_tokens.width if shape.steps else 0
     both = ((shortest, _GREEDY, (row,)), (shortest + more, _SAMPLED, () if more else (row,)))
     cycles = (*both, *((length, _GREEDY, (row,)) for length in longer), (shortest, _TRUNCATED, (row,)))
+    greedy = Decode(row, shortest, verified_id=0, sampling=_GREEDY, all_tokens=_REPEATING)
     for size in sizes:
         for length, sampling, released in cycles:
             decodes = (Decode(row, length, verified_id=0, sampling=sampling),) * size
             worker.run(CyclePlan(decodes=decodes, released=released, warm_up=shape))
+        worker.run(CyclePlan(decodes=(greedy,) * size, released=(row,), warm_up=shape))
     worker.run(CyclePlan(released=(row,), warm_up=shape))
     if has_streams(worker.batches.device):
         torch.cuda.synchronize()

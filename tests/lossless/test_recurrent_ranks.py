@@ -123,7 +123,7 @@ def test_conversations_find_their_states_on_both_ranks(build: Any, turns: Any, n
 def test_on_the_flashinfer_backend_all_ranks_warm_up(
     build: Any, texts: dict[str, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "on_gpu", lambda _: True)
+    monkeypatch.setattr(assemble, "mirrors", lambda _: True)
     splits, made = build(flashinfer=Emulation)
     with splits as split:
         engine = made(split, backend="flashinfer", chunked_prefill_size=16, max_running_requests=8)

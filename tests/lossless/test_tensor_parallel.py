@@ -46,7 +46,7 @@ def test_two_ranks_give_the_text_of_one(
     drafting: Drafting, scene: str, flashinfer: type[Emulation] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if flashinfer is not None:  # as on a GPU, where all ranks warm up
-        monkeypatch.setattr(assemble, "on_gpu", lambda _: True)
+        monkeypatch.setattr(assemble, "mirrors", lambda _: True)
     pair, backend = drafting.pair, "torch_native" if flashinfer is None else "flashinfer"
     with SplitEngines(pair.directory, 2, flashinfer) as split:
         outcome, engines = play(

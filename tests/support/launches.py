@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from threading import local
 from types import ModuleType
 from typing import Any
 
@@ -60,22 +61,24 @@ def compute_with_twins(
     Use it where launches are recorded but not run. An operation returns the tensors of its kernel's branch, so that
     addresses and strides are those of a GPU, with the twin's values. aside: the context in which the twins run.
     """
-    call, twins = Op.__call__, 0  # twins that are running
+    call, running = Op.__call__, local()  # whether a twin is running, in each thread
+
+    def twin_runs() -> bool:
+        return getattr(running, "twin", False)
 
     def launched_and_computed(self: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal twins
         results = call(self, *args, **kwargs)
-        if not twins and "triton" in self.variants:
-            twins += 1
+        if "triton" in self.variants and not twin_runs():
+            running.twin = True
             try:
                 with aside():
                     computed = call(self, *args, **kwargs)
                     for result, values in zip(tensors_of(results), tensors_of(computed), strict=True):
                         result.copy_(values)
             finally:
-                twins -= 1
+                running.twin = False
         return results
 
     monkeypatch.setattr(Op, "__call__", launched_and_computed)
-    monkeypatch.setitem(FITS, "triton", lambda _: not twins)
+    monkeypatch.setitem(FITS, "triton", lambda _: not twin_runs())
     monkeypatch.setitem(FITS, "native", lambda _: False)

@@ -32,7 +32,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.device import has_streams, on_gpu
+from eagle_server.ops.device import has_streams, mirrors
 from eagle_server.plan import TreeShape
 from eagle_server.request import Ready
 from eagle_server.scheduling.admission import SchedulerLimits
@@ -128,7 +128,7 @@ def assemble(
     worker = Worker(verifier, drafting, batches, config.acceptance, overlaps=graphs.captures)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config, shapes)
-    elif on_gpu(target.embed):
+    elif mirrors(device):
         _compile(worker, config, fixed)
     if isinstance(drafting.budget, AdaptiveBudget):
         _measure(worker, drafting.budget.costs, config, fixed)
@@ -255,18 +255,23 @@ def _all(shapes: Shapes) -> list[TreeShape]:
 
 
 def _compile(worker: Worker, config: EngineConfig, allowed: Shapes) -> None:
-    """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler."""
+    """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler.
+
+    With several ranks all of them compute these cycles, so that their communication has begun.
+    """
     tree, sizes = config.tree, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
     shapes = {*_all(allowed), TreeShape(tree.model_steps, tree.nodes), TreeShape(0, 1)}
     shapes |= {TreeShape(steps, tree.nodes) for steps in range(1, tree.steps)}  # near a request's end
     lengths: tuple[int, ...] = (2,)
     if not worker.verifier.attention.ragged_trees:
         lengths = (2, config.context_length)  # as in `_capture`
-    elif config.adaptive:  # trees of any size, and kernels are compiled for powers of two
+    else:  # trees of any size, because they are cut, and kernels are compiled for powers of two
         shapes |= {TreeShape(tree.steps, 1 << power) for power in range(1, tree.nodes.bit_length())}
         shapes |= {TreeShape(steps, 2) for steps in range(1, tree.steps)}
     for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
         warm_up(worker, shape, sizes, lengths)
+    if config.max_running_requests > 1:
+        warm_up_mixed(worker, max(shapes), 1, lengths[0], CAPTURED_PIECES[0])
 
 
 def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:

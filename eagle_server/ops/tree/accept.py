@@ -14,6 +14,7 @@ from eagle_server.ops.native.structs import TreeStruct
 from eagle_server.ops.triton_support import jit, power_of_two, tl
 
 _COLUMNS = 32  # columns of the D x D mask that are read at a time
+_LEAST = 16  # nodes and levels that the kernel is compiled for: cut trees have any size, and all small ones share it
 
 
 class Walk(NamedTuple):
@@ -98,7 +99,7 @@ def _launch_walk(
     lengths = torch.empty(2, bs, dtype=torch.int64, device=drawn.device)
     finite = torch.empty(bs, dtype=torch.bool, device=drawn.device)
     walk = Walk(path, lengths[0], torch.empty_like(path), lengths[1], finite)
-    nodes = power_of_two(size)
+    nodes = power_of_two(size, _LEAST)
     _walk_kernel[bs,](
         draft_token.contiguous(),
         parents.contiguous(),
@@ -112,7 +113,7 @@ def _launch_walk(
         steps + 1,
         NODES=nodes,
         COLUMNS=min(_COLUMNS, nodes),
-        WIDTH=power_of_two(steps + 1),
+        WIDTH=power_of_two(steps + 1, _LEAST),
     )
     return walk
 

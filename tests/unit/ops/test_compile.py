@@ -151,7 +151,9 @@ KERNELS = [
     ),
     Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 512, "ROWS": 16, "NODES": 64}),
     Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 1024, "ROWS": 16, "NODES": 256}, "large"),
-    Kernel("layers.rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}),
+    Kernel(
+        "layers.rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}
+    ),
     Kernel(
         *("layers.rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),
         *({"HALF": 32, "REST": 64}, "norms"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from eagle_server.attention import recurrent
 from eagle_server.cache import states
 from eagle_server.engine.assembly import assemble as assemble_module
 from eagle_server.engine.engine import Engine
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
+from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.ranks import RankGroup
+from eagle_server.models.targets.transformers import TransformersTarget
 from eagle_server.ops.kv import indices
 from eagle_server.ops.layers import rope_kv
 from eagle_server.ops.layers.fused import AngleTable
@@ -21,13 +27,24 @@ from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quan
 from eagle_server.ops.recurrent import kernels as recurrent_kernels
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
-from tests.support.engines import random_head, random_target, request, run, speculative
+from tests.support.engines import (
+    engine_config,
+    plain,
+    random_config,
+    random_head,
+    random_target,
+    request,
+    run,
+    speculative,
+)
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.hybrids import hybrid_target
 from tests.support.kernel_counts import LaunchCounter, take_gpu_branches
 from tests.support.kernels import take
 from tests.support.launches import launch_kernels, launched
+from tests.support.ranks import SplitEngines
 from tests.support.replay import FirstCallRecorder
+from tests.unit.models.test_targets_on_a_device import by_transformers
 
 pytestmark = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
@@ -36,52 +53,104 @@ pytestmark = pytest.mark.skipif(
 ENGINES: dict[str, dict[str, Any]] = {
     "graphs, adaptive": {"backend": "flashinfer", "graph_sizes": (2,), "adaptive": True},
     "without graphs": {"backend": "flashinfer"},
+    "without graphs, adaptive": {"backend": "flashinfer", "adaptive": True},
     "torch_native": {"backend": "torch_native"},
     "torch_native, adaptive": {"backend": "torch_native", "adaptive": True},
+    "torch_native, more drafted": {"backend": "torch_native", "model_steps": 3, "topk": 4, "nodes": 13},
 }
+NGRAMS = {"model_steps": 0, "topk": 1, "ngram_steps": 3}
+
+
+def numbers(module: Any, **settings: Any) -> dict[str, Any]:
+    """An engine's settings, with its stand-ins."""
+    recorder = FirstCallRecorder() if settings.get("graph_sizes") else None
+    sizes = {"max_running_requests": 3, "chunked_prefill_size": 40, "estimating": True, "poison": False}
+    trees = {"model_steps": 2, "topk": 2, "nodes": 4}
+    return {**trees, **sizes, "stand_ins": {"flashinfer": module, "recorder": recorder}, **settings}
 
 
 def engine(module: Emulation, **settings: Any) -> Engine:
     target = random_target(layers=3)
-    recorder = FirstCallRecorder() if settings.get("graph_sizes") else None
-    return speculative(
-        target,
-        random_head(target, "EAGLE3"),
-        2,
-        2,
-        nodes=4,
-        max_running_requests=3,
-        chunked_prefill_size=40,
-        estimating=True,
-        poison=False,
-        stand_ins={"flashinfer": module, "recorder": recorder},
-        **settings,
-    )
+    return speculative(target, random_head(target, "EAGLE3"), **numbers(module, **settings))
 
 
-def served() -> Iterator[list[Request]]:
-    """Rounds of requests: prompts of many lengths alone and together, each way of sampling, batches of every size."""
+Round = tuple[list[Request], dict[int, list[Request]]]  # requests at first, and those that join in a later cycle
+
+
+def served() -> Iterator[Round]:
+    """Prompts of many lengths alone, together and beside decodes, each way of sampling, batches of every size."""
     truncated = {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.01}
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, truncated]
     for number, length in enumerate((1, 3, 16, 41, 97)):
-        yield [request("a", range(1, length + 1), max_tokens=3, ignore_eos=True, seed=number, **ways[number % 3])]
+        yield [request("a", range(1, length + 1), max_tokens=3, ignore_eos=True, seed=number, **ways[number % 3])], {}
     for count in (2, 3):
-        yield [request(i, range(1, 2 + 3 * i), max_tokens=3 + i, ignore_eos=True, **ways[i % 3]) for i in range(count)]
+        each = [request(i, range(1, 2 + 3 * i), max_tokens=3 + i, ignore_eos=True, **ways[i % 3]) for i in range(count)]
+        yield each, {}
+    for number, length in enumerate((1, 17, 33)):
+        first = request("a", [1, 2, 1, 3, 1, 2, 1], max_tokens=12, ignore_eos=True, **ways[number])
+        yield [first], {3: [request("b", range(1, length + 1), max_tokens=3, ignore_eos=True)]}
+
+
+def check(ready: Engine, seen: set[str]) -> None:
+    """Serving launches what was `seen`, and nothing else."""
+    compiled = set(seen)
+    seen.clear()
+    for requests, joining in served():
+        run(ready, requests, joining=joining)
+    late = sorted(seen - compiled)
+    assert compiled and seen and not late, f"{len(late)} of {len(seen)}:\n" + "\n".join(late)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The signatures of all launches of a GPU's branches."""
+    monkeypatch.setattr(assemble_module, "mirrors", lambda _: True)
+    return launched(monkeypatch, run=False)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Emulation:
+    return take_gpu_branches(monkeypatch, LaunchCounter())
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", list(ENGINES))
-def test_every_kernel_is_compiled_before_the_engine_is_ready(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = take_gpu_branches(monkeypatch, LaunchCounter())
-    monkeypatch.setattr(assemble_module, "on_gpu", lambda _: True)
-    seen = launched(monkeypatch, run=False)
-    ready = engine(module, **ENGINES[name])
-    compiled = set(seen)
-    seen.clear()
-    for requests in served():
-        run(ready, requests)
-    late = sorted(seen - compiled)
-    assert compiled and not late, f"{len(late)} of {len(seen)}:\n" + "\n".join(late)
+def test_every_kernel_is_compiled_before_the_engine_is_ready(name: str, module: Emulation, seen: set[str]) -> None:
+    check(engine(module, **ENGINES[name]), seen)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_so_it_is_without_a_draft_model(name: str, module: Emulation, seen: set[str]) -> None:
+    settings = numbers(module, **{**ENGINES[name], **NGRAMS})
+    check(plain(random_target(layers=3), **settings), seen)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("backend", ["flashinfer", "torch_native"])
+def test_so_it_is_with_a_model_that_runs_by_transformers_code(
+    backend: str, tmp_path: Path, module: Emulation, seen: set[str]
+) -> None:
+    by_transformers(tmp_path)
+    target: Any = load_target(tmp_path, Loading(progress=False), dtype="float32")
+    assert isinstance(target, TransformersTarget)
+    check(plain(target, **numbers(module, backend=backend, **NGRAMS)), seen)
+
+
+@pytest.mark.deep
+def test_so_it_is_on_two_ranks_which_have_communicated(
+    tmp_path: Path, module: Emulation, seen: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = random_target(layers=3)
+    save_checkpoint(whole, tmp_path, random_config(layers=3), torch.float32)
+    summed: list[int] = []
+    original = RankGroup.sum
+    monkeypatch.setattr(RankGroup, "sum", lambda ranks, x: (summed.append(ranks.rank), original(ranks, x))[1])
+    settings = {name: value for name, value in numbers(module, backend="torch_native").items() if name != "stand_ins"}
+    with SplitEngines(tmp_path, 2) as split:
+        ready = split.engine(lambda _: random_head(whole, "EAGLE3"), engine_config(**settings))
+        assert set(summed) == {0, 1}
+        check(ready, seen)
 
 
 def test_prompts_of_all_lengths_have_few_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +201,7 @@ def test_kernels_of_recurrent_layers_are_compiled_before_the_engine_is_ready(
 ) -> None:
     """Only these are launched here. No twin computes what a launch would write: the layers' outputs are zeros."""
     settings, target = ENGINES[name], hybrid_target(62, linear_num_key_heads=1, linear_num_value_heads=1)
-    monkeypatch.setattr(assemble_module, "on_gpu", lambda _: True)
+    monkeypatch.setattr(assemble_module, "mirrors", lambda _: True)
     monkeypatch.setattr(states, "available", lambda *_: False)
     launch_kernels(monkeypatch, recurrent_kernels)
     monkeypatch.setattr(recurrent, "delta_trees", lambda *args: recurrent_kernels.delta_trees(*args).zero_())
@@ -140,20 +209,7 @@ def test_kernels_of_recurrent_layers_are_compiled_before_the_engine_is_ready(
     ready = speculative(
         target,
         random_head(target, "EAGLE3"),
-        2,
-        2,
-        nodes=4,
-        max_running_requests=3,
-        chunked_prefill_size=40,
-        estimating=True,
-        poison=False,
-        stand_ins={"flashinfer": Emulation(), "recorder": FirstCallRecorder() if settings.get("graph_sizes") else None},
-        **settings,
+        **numbers(Emulation(), **settings),
     )
-    compiled = set(seen)
-    seen.clear()
-    for requests in served():
-        run(ready, requests)
-    late = sorted(seen - compiled)
+    check(ready, seen)
     assert {each.split()[0] for each in seen} == {"_tree_kernel", "_keep_kernel"}
-    assert not late, f"{len(late)} of {len(seen)}:\n" + "\n".join(late)
