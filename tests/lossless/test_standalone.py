@@ -102,7 +102,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
         missing.extend(
             min(steps + 1, decode.tokens_left) - len(each.tokens)
             for each, decode in zip(result.decodes, plan.decodes, strict=True)
-            if decode.all_tokens
+            if plan.warm_up is None
         )
         return result
 

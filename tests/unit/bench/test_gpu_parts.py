@@ -65,8 +65,9 @@ def test_every_part_runs_through_flashinfer_and_graphs(engines: BenchEngines, pa
     assert result
     if part == "floor":  # 18 layers of the demo's widths, padded
         assert result["weight_bytes"] > result["head_weight_bytes"] > 10_000_000
-    assert part == "floor" or log.plans > 0
-    assert part in ("floor", BUILD) or log.runs > 0
+    without_attention = {"floor", "products"}
+    assert part in without_attention or log.plans > 0
+    assert part in {*without_attention, BUILD} or log.runs > 0
     if part == "mla":
         assert all(
             "failed" not in row[name] for row in result["rows"] for name in ("decode", "chain of 4", "tree of 8")
