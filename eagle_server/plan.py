@@ -157,9 +157,7 @@ class Decode:
 
     def kept(self, tokens: Sequence[int]) -> int:
         """The number of these new tokens that the request keeps."""
-        if self.ends.isdisjoint(tokens):
-            return min(len(tokens), self.tokens_left)
-        end = next(count for count, token in enumerate(tokens, 1) if token in self.ends)
+        end = next((count for count, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
         return min(end, self.tokens_left)
 
 

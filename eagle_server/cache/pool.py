@@ -56,13 +56,11 @@ class KVPool:
 
     def __init__(self, layers: Sequence[KVShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         # Not zeroed, so that unused memory is never touched. Only slot 0 is zeroed: padding reads it under a mask.
-        self._slot_dim = 2 if mirrors(device) else 3
-        self._memory, groups = list[Tensor](), list[Tensor]()
-        for kv_heads, head_dim in dict.fromkeys(layers):
-            sizes = [2, layers.count(KVShape(kv_heads, head_dim)), kv_heads, head_dim]
+        self._slot_dim, groups = 2 if mirrors(device) else 3, []  # of a group in memory
+        for shape in dict.fromkeys(layers):
+            sizes = [2, layers.count(shape), *shape]
             sizes.insert(self._slot_dim, slots)
-            self._memory.append(torch.empty(sizes, dtype=dtype, device=device))
-            groups.append(self._memory[-1].transpose(2, self._slot_dim))
+            groups.append(torch.empty(sizes, dtype=dtype, device=device).transpose(2, self._slot_dim))
         self.groups = tuple(groups)
         for group in self.groups:
             group[:, :, 0].zero_()
@@ -75,7 +73,8 @@ class KVPool:
         self.values[layer].index_copy_(0, slots, v)
 
     def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        for memory in self._memory:
+        for group in self.groups:
+            memory = group.transpose(2, self._slot_dim)
             keep_accepted(memory, self._slot_dim, path, seq_lens, req_pool_indices, req_to_token)
 
     def clear(self, slots: Tensor) -> None:
