@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
-from eagle_server.ops.linear.rounded import RoundedWeight
-from eagle_server.ops.linear.torch_quantized import TorchQuantizedWeight, fits, why_not
+from eagle_server.ops.linear.rounded import GROUPS, RoundedWeight
+from eagle_server.ops.linear.torch_quantized import TorchQuantizedWeight
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.linear import NativeWeight, native_linear
 
+_FP8_CAPABILITY = (8, 9)  # the first GPUs that convert and multiply fp8: Ada
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
 _SMALL = 1 << 19  # elements; for smaller weights F.linear is faster on one float32 row (256x512: 7 us against 13 us)
 
@@ -81,6 +82,39 @@ def why_not_computed(quantization: Quantization, device: torch.device, dtype: to
     """Why no kernels compute with weights rounded so; None: some do."""
     native = quantization != "fp8" and available(device, dtype)
     return None if native else why_not(quantization, device, dtype)
+
+
+def why_not(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for such weights here, native ones aside; None: there are.
+
+    torch's int8 kernel for GPUs has no tensor cores and is slower than bfloat16, so it is not used. Its int4 kernel has
+    a layout of its own, which would be kept beside ours, so `rounded_linear` computes int4 for all numbers of rows.
+    """
+    if quantization == "mxfp4" or device.type not in ("cpu", "cuda"):
+        return f"there are no kernels for it on {device.type}"
+    if quantization == "int8" and device.type == "cuda":
+        return "torch's int8 kernel for GPUs is slower than bfloat16; use fp8 or int4, or drop it"
+    if quantization == "fp8" and device.type == "cpu":
+        return "only GPUs compute with fp8; use int8, or drop it"
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        return f"the {quantization} kernel for GPUs needs --dtype bfloat16"
+    if quantization == "fp8" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FP8_CAPABILITY:
+            return f"{torch.cuda.get_device_name(device)} does not multiply fp8; use int4, or drop it"
+    return None
+
+
+def fits(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel that computes with this weight on the device, native ones aside."""
+    if why_not(weight.quantization, device, dtype) is not None:
+        return False
+    outputs, inputs = weight.codes.shape
+    if inputs % 16 or (outputs % 16 and device.type == "cpu"):
+        return False
+    if weight.quantization == "int4":
+        return inputs % weight.group == 0 and weight.group in GROUPS
+    return len(weight.scales) == 1 or weight.group in GROUPS
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_server.ops.linear.fp8_rows import FP8, fp8_rows
+from eagle_server.ops.linear.packed import fits
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.linear.rounded import RoundedWeight, rounded_linear
-from eagle_server.ops.linear.torch_quantized import fits
 from tests.support.covering import covering
 from tests.support.kernels import DEVICE, each_variant, generator, take
 

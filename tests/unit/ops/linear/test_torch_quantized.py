@@ -11,9 +11,9 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.linear.packed import pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.linear.packed import fits, pack_weight, packed_linear, unpack_weight, why_not
 from eagle_server.ops.linear.quantize import Quantization, quantize
-from eagle_server.ops.linear.torch_quantized import TorchQuantizedWeight, fits, why_not
+from eagle_server.ops.linear.torch_quantized import TorchQuantizedWeight
 from eagle_server.ops.native import library as native
 from tests.unit.models.test_load_target import checkpoint, logits
 
