@@ -42,12 +42,10 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
     more = worker.batches.accepted_tokens.width if shape.steps else 0
     both = ((shortest, _GREEDY, (row,)), (shortest + more, _SAMPLED, () if more else (row,)))
     cycles = (*both, *((length, _GREEDY, (row,)) for length in longer), (shortest, _TRUNCATED, (row,)))
-    greedy = Decode(row, shortest, verified_id=0, sampling=_GREEDY, all_tokens=_REPEATING)
     for size in sizes:
         for length, sampling, released in cycles:
-            decodes = (Decode(row, length, verified_id=0, sampling=sampling),) * size
+            decodes = (Decode(row, length, verified_id=0, sampling=sampling, all_tokens=_REPEATING),) * size
             worker.run(CyclePlan(decodes=decodes, released=released, warm_up=shape))
-        worker.run(CyclePlan(decodes=(greedy,) * size, released=(row,), warm_up=shape))
     worker.run(CyclePlan(released=(row,), warm_up=shape))
     if has_streams(worker.batches.device):
         torch.cuda.synchronize()
