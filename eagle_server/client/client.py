@@ -42,7 +42,8 @@ class EngineClient:
     """Talks to the current engine process, if there is one. The supervisor attaches and detaches it.
 
     `ready` says what is served. It stays when the process dies, since the next process will serve the same. At most
-    `max_waiting` requests wait for their first token.
+    `max_waiting` requests wait for their first token. A request whose client leaves waits until the engine has answered
+    its abort, because the engine has to read both.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
@@ -52,7 +53,7 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self._send: Send | None = None
         self._attached = asyncio.Event()
-        self._running: dict[str, Generation] = {}
+        self._running: dict[str, Generation | None] = {}  # until the last delta; None: no task waits for it any more
         self._unanswered: set[str] = set()
         self._preparing = 0
         self._flushes: deque[asyncio.Future[Flushed]] = deque()
@@ -116,7 +117,8 @@ class EngineClient:
         self._unanswered.clear()
         running, self._running = self._running, {}
         for generation in dict.fromkeys(running.values()):
-            generation.fail(EngineUnavailable(reason))
+            if generation is not None:
+                generation.fail(EngineUnavailable(reason))
         while self._flushes:
             future = self._flushes.popleft()
             if not future.done():
@@ -130,11 +132,12 @@ class EngineClient:
         self._owes_message = False
         self._observer.dispatched(message)
         for delta in message.deltas:
-            generation = self._running.get(delta.request_id)
-            if generation is not None:
+            generation, is_last = self._running.get(delta.request_id), delta.finish_reason is not None
+            if generation is not None or is_last:
                 self._unanswered.discard(delta.request_id)
-                if delta.finish_reason is not None:
-                    del self._running[delta.request_id]
+            if is_last:
+                self._running.pop(delta.request_id, None)
+            if generation is not None:
                 generation.put(delta)
 
     def submit(
@@ -212,12 +215,12 @@ class EngineClient:
         """No task waits for these requests any more: abort the ones that still run."""
         for request in requests:
             self._abort(request.request_id)
-            self._running.pop(request.request_id, None)
-            self._unanswered.discard(request.request_id)
+            if request.request_id in self._running:
+                self._running[request.request_id] = None
         self._observer.left(requests)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._running:
+        if self._running.get(request_id) is not None:
             self._post(Abort(request_id))
 
     def _post(self, message: Inbound) -> None:

@@ -58,10 +58,10 @@ class Scheduler:
     @property
     def waiting(self) -> Seq[Sequence]:
         """The requests that have no KV, in the order in which they start."""
-        return self.queue.waiting
+        return list(self.queue.in_order())
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.queue or self.running)
 
     def refusal(self, request: Request) -> str | None:
         """The reason why a request can never be served; None if it can."""
@@ -110,7 +110,7 @@ class Scheduler:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
         decoding = self._grow_decodes()
-        if self.waiting and not self.cycle.preemptions:  # after one, KV is short: admitted requests would lose it too
+        if self.queue and not self.cycle.preemptions:  # after one, KV is short: admitted requests would lose it too
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)

@@ -46,8 +46,8 @@ class Sequence:
     `num_prefill_tokens` is the number of tokens to prefill before decoding: the prompt, or after a preemption all
     tokens. `keys`: the tokens' keys in the prefix cache, until they are computed; None if the request does not share.
     While it waits, `passed_tokens` counts the tokens of younger requests that started before it, and `leader` is the
-    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: its
-    place in the starting order, see `RequestQueue`.
+    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: the one
+    that it brought, or with which it started, see `RequestQueue`.
     """
 
     request: Request

@@ -15,9 +15,9 @@ import pytest
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.client.supervisor import Backoff, EngineFailed, Supervisor
 from eagle_server.engine.process import EngineFactory
-from eagle_server.request import FinishReason, Request, SamplingParams
+from eagle_server.request import Abort, Deltas, FinishReason, Inbound, Request, SamplingParams, TokenDelta
 from tests.api.conftest import PATIENCE, is_alive
-from tests.api.fake_engine import ID, MAX_REQUEST_TOKENS, REFUSE, STALL
+from tests.api.fake_engine import ID, MAX_REQUEST_TOKENS, REFUSE, STALL, FakeEngine
 
 FAKE = "tests.api.fake_engine"
 
@@ -95,6 +95,40 @@ async def test_an_aborted_request_gets_its_last_delta() -> None:
             generation.complete("nobody", 0)
             reasons = {delta.request_id: delta.finish_reason async for delta in generation}
         assert reasons == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
+
+
+def attached(max_waiting: int) -> tuple[EngineClient, list[Inbound]]:
+    """A client, and what it sends to an engine that says nothing."""
+    client, sent = EngineClient(max_waiting), list[Inbound]()
+    client.attach(sent.append, FakeEngine().ready())
+    return client, sent
+
+
+def answer(client: EngineClient, *names: str, reason: FinishReason | None = FinishReason.ABORT) -> None:
+    deltas = [TokenDelta(request_id=name, token_ids=[], finish_reason=reason) for name in names]
+    client.dispatch(Deltas(deltas, FakeEngine().stats()))
+
+
+async def test_a_request_keeps_its_place_until_the_engine_has_answered_the_abort() -> None:
+    client, sent = attached(max_waiting=6)
+    for name in "abc":
+        with client.submit([request(name), request(f"{name}2")]):
+            pass
+    assert sent[-2:] == [Abort("c"), Abort("c2")]
+    assert not client.has_room()
+    answer(client, "a", "a2", reason=None)  # tokens of before the abort
+    assert not client.has_room()
+    answer(client, "a", "b2")
+    assert client.has_room(2)
+    assert not client.has_room(3)
+    assert client.is_waiting
+    answer(client, "a2", "b", "c", "c2")
+    assert client.has_room(6)
+    assert not client.is_waiting
+    with client.submit([request("d")]):
+        pass
+    client.detach("it died")
+    assert client.has_room(6)
 
 
 async def test_a_killed_engine_fails_requests_and_returns() -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from eagle_server.scheduling import admission
 from eagle_server.scheduling.scheduler import Scheduler
+from eagle_server.scheduling.sequence import Sequence
 from tests.support.engines import request
 from tests.unit.scheduling.test_scheduler import GREEDY, cycle, names, scheduler
 
@@ -71,6 +72,24 @@ def test_what_was_aborted_before_its_start_costs_no_turn() -> None:
     assert names(it)[1].index("late") <= 2
 
 
+def test_an_abort_looks_at_few_of_the_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one client aborts all that it has, in any order."""
+    it, count, reads = scheduler(2000, max_running_requests=1), 1000, Counter[str]()
+    for number in range(count):
+        send(it, "a", str(number), max_tokens=1)
+    read = Sequence.__getattribute__
+
+    def counted(sequence: Sequence, name: str) -> Any:
+        reads[name] += 1
+        return read(sequence, name)
+
+    monkeypatch.setattr(Sequence, "__getattribute__", counted)
+    for number in (*range(0, count, 2), *range(count - 1, 0, -2)):
+        it.abort(str(number))
+    assert not it.has_work()
+    assert reads.total() < 50 * count
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The queue's clock, which stands at `now`."""
@@ -116,6 +135,12 @@ def test_a_preempted_request_waits_from_its_preemption_on(clock: SimpleNamespace
     assert waits(it) == (1, 2.5)
 
 
+def leave(queue: deque[str], victim: str, passed: dict[str, Counter[str]]) -> None:
+    queue.remove(victim)
+    if passed.pop(victim, None) is not None and queue:
+        passed[queue[0]] = Counter()
+
+
 @given(data=st.data())
 @settings(max_examples=150)
 def test_a_clients_next_request_waits_for_two_of_each_other_client_at_most(data: st.DataObject) -> None:
@@ -135,9 +160,9 @@ def test_a_clients_next_request_waits_for_two_of_each_other_client_at_most(data:
             if waiting[client][0] == name:
                 passed[name] = Counter()
         if action == "abort" and waiting[client]:
-            victim = waiting[client].pop()
+            victim = data.draw(st.sampled_from(waiting[client]))
             it.abort(victim)
-            passed.pop(victim, None)
+            leave(waiting[client], victim, passed)
         if action == "run":
             before = set(names(it)[1])
             cycle(it)
