@@ -121,19 +121,21 @@ class AdmissionMiddleware:
                 MutableHeaders(scope=message).update(limits.headers)
             await send(message)
 
-        refusal = self._refusal() or limits.refusal()
+        refusal = self._refusal(client) or limits.refusal()
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
         with self._admission.count(), limits.running(client):
             await self._app(scope, receive, send_with_headers)
 
-    def _refusal(self) -> ApiError | None:
-        """Why no request may generate now, before its body is read and tokenized."""
+    def _refusal(self, client: str) -> ApiError | None:
+        """Why no request of this client may generate now, before its body is read and tokenized."""
         if self._admission.is_draining:
             return unavailable("the server is shutting down")
-        if not self._client.has_room():
-            return as_api_error(QueueFull(f"{self._client.max_waiting} requests are waiting already"))
+        try:
+            self._client.check_room(client)
+        except QueueFull as full:
+            return as_api_error(full)
         return None
 
     def _holder(self, scope: Scope) -> KeyHolder:
