@@ -1,7 +1,8 @@
-"""Admission: which waiting requests start now.
+"""Admission: which waiting requests start now, and which running ones make room for them.
 
-Clients take turns: after a request of one client, requests of all other waiting clients come before its next one. The
-requests of one client start in order of arrival. There are four exceptions, all of them bounded:
+Clients below an equal share of the running requests come first. Beyond that clients take turns: after a request of one
+client, requests of all other waiting clients come before its next one. The requests of one client start in order of
+arrival. There are four exceptions, all of them bounded:
 
 - Age: after every eighth start the client of the request that has waited longest is next, however many clients come.
 - Reserve: a request starts only if the running ones are expected to find KV for the rest of their outputs too.
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from heapq import merge
+from itertools import chain, islice
 from operator import attrgetter
 
 import numpy as np
@@ -149,11 +152,11 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._since)
 
-    def in_order(self) -> Iterator[Sequence]:
-        """The requests that wait now, in the order in which they start."""
-        queues = (zip(queue.turns.copy(), queue.requests.copy(), strict=True) for queue in self._clients.values())
-        merged = merge(*queues, key=lambda pair: (pair[0], pair[1].arrival))
-        return (sequence for _, sequence in merged)
+    def in_order(self, clients: Iterable[str] | None = None) -> Iterator[Sequence]:
+        """The requests of these clients, or of all, that wait now, in the order of their turns."""
+        queues = (self._clients[client] for client in (self._clients if clients is None else clients))
+        pairs = (zip(queue.turns.copy(), queue.requests.copy(), strict=True) for queue in queues)
+        return (sequence for _, sequence in merge(*pairs, key=lambda pair: (pair[0], pair[1].arrival)))
 
     @property
     def waiting_clients(self) -> int:
@@ -209,7 +212,10 @@ class RequestQueue:
             return
         self.changed = False
         growth, lacking = [self._growth(sequence) for sequence in running], list[Sequence]()
-        for sequence in self.in_order():
+        held, share = self._shares(running)
+        below = {client: held[client] < share for client in self._clients}
+        first, others = ([client for client in below if below[client] is wanted] for wanted in (True, False))
+        for sequence in chain(self.in_order(first), self.in_order(others)):
             if len(running) >= self.limits.max_running_requests or len(lacking) >= _LOOKED_AT:
                 break
             passed = lacking[0] if lacking else None
@@ -237,6 +243,46 @@ class RequestQueue:
             self._starts += 1
             if self._starts % _AGE_EVERY == 0:
                 self._prefer_the_oldest()
+
+    def _shares(self, running: Seq[Sequence]) -> tuple[Counter[str], int]:
+        """How many requests of each client run, and an equal share of those that can run for each client."""
+        held = Counter(sequence.request.client for sequence in running)
+        places = min(len(running) + 1, self.limits.max_running_requests)
+        return held, max(1, places // len(held.keys() | self._clients.keys()))
+
+    def to_preempt(self, running: Seq[Sequence]) -> list[Sequence]:
+        """Running requests to preempt, so that a client with less than an equal share of them can start one more.
+
+        They are the newest of the client that runs most, which keeps its share. [] if they would not be enough, or if
+        the request can start without. Each cycle makes room for one request. A request is preempted in this way once,
+        and again whenever it has added LEAST_PROGRESS tokens since it started again.
+        """
+        if not self._clients or not running:
+            return []
+        held, share = self._shares(running)
+        below = [client for client in self._clients if held[client] < share]
+        waiting = next((sequence for sequence in self.in_order(below) if not sequence.is_held), None)
+        owner, most = held.most_common(1)[0]
+        if waiting is None or most <= share or self._fits(waiting, running, []):
+            return []
+        own = (sequence for sequence in reversed(running) if sequence.request.client == owner and sequence.may_give_way)
+        preempted = list(islice(own, most - share))
+        if not self._fits(waiting, running, preempted):
+            return []
+        enough = range(1, len(preempted))
+        count = next((count for count in enough if self._fits(waiting, running, preempted[:count])), len(preempted))
+        return preempted[:count]
+
+    def _fits(self, waiting: Sequence, running: Seq[Sequence], preempted: Seq[Sequence]) -> bool:
+        """Whether a request could start now if some of the running ones were preempted. Takes no cached prefix into
+        account: it would be kept for the request."""
+        if len(running) - len(preempted) >= self.limits.max_running_requests:
+            return False
+        growth = {sequence: self._growth(sequence) for sequence in running}
+        freed = sum(growth.pop(sequence)[1] for sequence in preempted)
+        pages = self.kv.pages_for(len(waiting.tokens) + self.limits.num_lookahead_slots)
+        reserve = peak_growth([*growth.values(), (self._reserve(waiting), pages)]) if growth else 0
+        return pages + reserve <= self.kv.available_pages + freed
 
     def _start(self, sequence: Sequence, allocation: KVAllocation, match: Match | None) -> None:
         size, interval = self.kv.page_size, self.limits.checkpoint_interval
