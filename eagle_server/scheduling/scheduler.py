@@ -95,6 +95,8 @@ class Scheduler:
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
+        if request.began is not None:
+            sequence.times.queued = request.began
         self._sequences[request.request_id] = sequence
         self.queue.add(sequence)
 

@@ -21,7 +21,7 @@ from eagle_server.api.guard.rate_limits import current_client
 from eagle_server.api.schemas.base import Body, JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
-from eagle_server.api.telemetry.request_record import waited
+from eagle_server.api.telemetry.request_record import began, waited
 from eagle_server.client.client import GenerationTimeout, QueueFull
 
 B = TypeVar("B", bound=Body)
@@ -154,7 +154,7 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
     _held_bytes, _large = _held_bytes + body.size, _large + is_large
     try:
         async with asyncio.timeout(None if seconds is None else seconds - waited()):
-            with service.client.prepare(current_client.get(), body.sequences):
+            with service.client.prepare(current_client.get(), body.sequences, began()):
                 return await while_connected(request.receive, _on_thread(_lane(body.size), begin))
     except TimeoutError:
         assert seconds is not None
