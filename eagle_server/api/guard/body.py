@@ -134,14 +134,17 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
     A request that waits for a thread counts as waiting. It is dropped if its client leaves or the server stops.
 
     Raises:
+        QueueFull: the queue has no places for its sequences.
         ApiError: status 429, too many large requests wait, or 503, the server is shutting down.
         GenerationTimeout: the request's timeout is over.
         ClientDisconnect: the client has left.
     """
     global _held_bytes, _large
-    if body.size <= SHORT_BODY:
-        return function()
     service, admission, is_large = service_of(request), admission_of(request), body.size > LARGE_BODY
+    places = service.client.prepare(current_client.get(), body.sequences, began())
+    if body.size <= SHORT_BODY:
+        with places:
+            return function()
     if is_large and _large >= MAX_LARGE:
         raise as_api_error(QueueFull(f"{_large} large requests are being prepared already"))
     seconds = service.timeout_of(body.timeout)
@@ -154,7 +157,7 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
     _held_bytes, _large = _held_bytes + body.size, _large + is_large
     try:
         async with asyncio.timeout(None if seconds is None else seconds - waited()):
-            with service.client.prepare(current_client.get(), body.sequences, began()):
+            with places:
                 return await while_connected(request.receive, _on_thread(_lane(body.size), begin))
     except TimeoutError:
         assert seconds is not None
