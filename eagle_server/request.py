@@ -262,7 +262,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """A snapshot of the engine: load, KV use, and totals since the start. Times are in seconds.
 
     `waiting_clients` counts the clients with waiting requests. `longest_wait` is the longest time that one of these
-    requests has waited. `waiting` also counts requests whose grammars are being compiled; the other two do not.
+    requests has waited. `waiting` also counts requests whose grammars are being compiled; the other two do not. The
+    engine counts what it has read, `EngineClient.stats` the rest as well.
     `stage_seconds` is the sum over the `measured_cycles`: all cycles on a CPU, some on a GPU.
     `speculation` is sent from time to time; None: it has not changed, or trees do not follow the load.
     `draft_warning`: hardly any draft was accepted, see `FirstDrafts`; None: enough was, or there was too little to see.

@@ -132,8 +132,9 @@ class RequestQueue:
     """Owns the waiting requests, the order in which they start, and decides which of them start now.
 
     Every request brings its client a turn: the turn of the newest request that has started, or the turn after its
-    client's last one if that is later. So a client's next request waits for at most two requests of each other client,
-    however many these send (start-time fair queueing, Goyal et al. 1996, with equal costs of all requests).
+    client's last one if that is later. So the next request of a client below its share waits for at most two requests
+    of each other client, however many these send (start-time fair queueing, Goyal et al. 1996, with equal costs of all
+    requests).
 
     A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
     was published that others wait for.
@@ -245,7 +246,7 @@ class RequestQueue:
                 self._prefer_the_oldest()
 
     def _shares(self, running: Seq[Sequence]) -> tuple[Counter[str], int]:
-        """How many requests of each client run, and an equal share of those that can run for each client."""
+        """How many requests of each client run, and a client's equal share of the requests that can run."""
         held = Counter(sequence.request.client for sequence in running)
         places = min(len(running) + 1, self.limits.max_running_requests)
         return held, max(1, places // len(held.keys() | self._clients.keys()))
@@ -274,8 +275,7 @@ class RequestQueue:
         return preempted[:count]
 
     def _fits(self, waiting: Sequence, running: Seq[Sequence], preempted: Seq[Sequence]) -> bool:
-        """Whether a request could start now if some of the running ones were preempted. Takes no cached prefix into
-        account: it would be kept for the request."""
+        """Whether a request could start now if some of the running ones were preempted. Counts no cached prefix."""
         if len(running) - len(preempted) >= self.limits.max_running_requests:
             return False
         growth = {sequence: self._growth(sequence) for sequence in running}

@@ -1,16 +1,17 @@
 """The scheduler plans each cycle: admission, chunked prefill, preemption, and commit of the results.
 
 Clients take turns (`admission.py`), and requests are served in order of arrival, with exceptions in `make_chunks`.
-Prompt KV goes to the prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest
-running request is preempted, and so are requests of a client that holds more than its share while others wait: the
-computed KV goes to the prefix cache and the pages are freed. Later the request resumes as a prompt of all its tokens.
-Random numbers are keyed by position, so a preemption does not change the output.
+Prompt KV goes to the prefix cache chunk by chunk, so that running requests share it. When KV runs out, or another
+client waits with less than its share, the newest request of the client that runs most is preempted: its computed KV
+goes to the prefix cache and its pages are freed. Later it resumes as a prompt of all its tokens. Random numbers are
+keyed by position, so a preemption does not change the output.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -188,7 +189,7 @@ class Scheduler:
         sequence.draft_computed_tokens = draft_computed_tokens if self.limits.uses_features else num_computed_tokens
 
     def _grow_decodes(self) -> list[Sequence]:
-        """Allocate the window of every decoding sequence; preempt the youngest when KV runs out. Returns the rest."""
+        """Allocate the window of every decoding sequence; preempt others when KV runs out. Returns the rest."""
         decoding: list[Sequence] = []
         window = self.limits.num_lookahead_slots
         ready = [s for s in self.running if not s.prefilling and s.is_ready]
@@ -200,9 +201,15 @@ class Scheduler:
                 if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + window, spare):
                     decoding.append(sequence)
                     break
-                self._preempt(self.running[-1])
+                self._preempt(self._newest())
                 self.queue.growth.preempted()
-        return decoding
+        return [sequence for sequence in decoding if sequence.allocation is not None]
+
+    def _newest(self) -> Sequence:
+        """The newest running request of the client that runs most. If several clients do: the newest of them all."""
+        held = Counter(sequence.request.client for sequence in self.running)
+        most = max(held.values())
+        return next(sequence for sequence in reversed(self.running) if held[sequence.request.client] == most)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.totals.preemptions += 1

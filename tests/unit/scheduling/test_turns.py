@@ -244,6 +244,20 @@ def leave(queue: deque[str], victim: str, passed: dict[str, Counter[str]]) -> No
         passed[queue[0]] = Counter()
 
 
+def test_where_kv_runs_out_the_client_that_runs_most_gives_it_up() -> None:
+    it = scheduler(120, max_running_requests=8, context_length=1000, reserve=False)
+    for number in range(3):
+        send(it, "many", f"many {number}", max_tokens=90)
+    send(it, "few", "few", max_tokens=90)
+    seen: dict[str, list[int]] = {}
+    while not it.totals.preemptions:
+        texts(it, seen)
+    assert names(it) == (["many 0", "many 1", "few"], ["many 2"])
+    while it.has_work():
+        texts(it, seen)
+    assert {len(text) for text in seen.values()} == {90}
+
+
 @given(data=st.data())
 @settings(max_examples=150)
 def test_a_clients_next_request_waits_for_two_of_each_other_client_at_most(data: st.DataObject) -> None:
