@@ -16,6 +16,7 @@ from eagle_server.api.endpoints.messages import MESSAGES
 from eagle_server.api.endpoints.responses import RESPONSES
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
 from eagle_server.api.generation.generate import generating_route
+from eagle_server.api.guard.addresses import TrustedProxies
 from eagle_server.api.guard.admission import Admission, AdmissionMiddleware
 from eagle_server.api.guard.keys import ApiKeys
 from eagle_server.api.guard.origins import PagesOfThisServer, is_loopback
@@ -112,6 +113,8 @@ def _add_middleware(
             expose_headers=[REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, *RETRY_AFTER, *LIMIT_HEADERS],
         )
     app.add_middleware(RequestId)
+    if config.server.forwarded_allow_ips:
+        app.add_middleware(TrustedProxies, trusted_hosts=list(config.server.forwarded_allow_ips))
 
 
 def _limits(config: Config) -> ClientLimits:

@@ -164,6 +164,7 @@ class HttpServer(uvicorn.Server):
                 # that offers an upgrade to HTTP/2, as Java's own client does.
                 http=BoundedConnection,
                 ws="none",
+                proxy_headers=False,  # uvicorn would believe everybody on this machine
                 log_config=None,
                 log_level="warning",
                 access_log=False,  # telemetry/access.py logs more

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
+from eagle_server.api.guard.addresses import address_of
 from eagle_server.api.guard.keys import ApiKeys, KeyHolder
 from eagle_server.api.guard.rate_limits import ClientLimits
 from eagle_server.api.telemetry.request_record import current_request
@@ -110,8 +111,7 @@ class AdmissionMiddleware:
         if (record := current_request.get()) is not None:
             record.key = holder.name
         if scope["path"] in self._generating_paths:
-            address = (scope.get("client") or ("",))[0]  # the proxy's, if there is one
-            await self._generate(scope, receive, send, holder.limits, holder.name or address)
+            await self._generate(scope, receive, send, holder.limits, holder.name or address_of(scope))
         else:
             await self._app(scope, receive, send)
 
