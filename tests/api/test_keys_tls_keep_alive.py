@@ -198,7 +198,7 @@ def test_an_error_at_once_still_is_a_status(impatient: Server) -> None:
 
 def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("alice:key-a\nalice:key-b\nplain:\nkey-c\n")
+    keys.write_text("alice:key-a\nalice:key-b\nplain\nkey-c\n")
     flags = ("--api-key-file", str(keys), "--max-concurrent-requests-per-key", "1")
     server = started(tokenizer_dir, tmp_path / "log", *flags)
     path = f"{server.url}/v1/completions"
@@ -215,10 +215,13 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
 
     try:
         server.wait_ready()
-        assert [status(key) for key in ("key-a", "key-b", "key-c", "plain:")] == [200] * 4
+        assert [status(key) for key in ("key-a", "key-b", "key-c", "plain")] == [200] * 4
         assert [status(key) for key in ("alice:key-a", "alice", "key-")] == [401] * 3
         assert status("key-a", "bearer") == 200
         until("output tokens, key alice")
+        assert [httpx.get(f"{server.url}/{path}").status_code for path in ("", "health_generate")] == [200] * 2
+        until("GET / 200")
+        assert not [line for line in server.log.read_text().splitlines() if "GET / 200" in line and "key" in line]
         body, headers = {"prompt": SLOW + "abc" * 20, "max_tokens": 60, "stream": True}, {"x-api-key": "key-a"}
         with httpx.stream("POST", path, json=body, headers=headers, timeout=PATIENCE) as answer:
             lines = answer.iter_lines()
@@ -235,11 +238,15 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
         server.process.send_signal(signal.SIGHUP)
         until("the API keys stay as they are")
         assert "line 2 has a key that an earlier line has" in server.log.read_text()
+        keys.write_text("bob:key-d\nalice:\n")
+        server.process.send_signal(signal.SIGHUP)
+        until("line 2 has the name alice, and no key after the colon")
+        assert status("alice:") == 401
         assert "the engine died" not in server.log.read_text()
         assert "line 1 is read as name:key, and the key of alice is short" in server.log.read_text()
         assert status("key-d") == 200
         assert httpx.get(f"{server.url}/nothing/here", headers={"x-api-key": "key-d"}).status_code == 404
-        answers, tokens = Counter[tuple[str, ...]](), Counter[str]()
+        answers, tokens = Counter[tuple[str, ...]](), Counter[str]()  # tokens: none of those that came without a key
         for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
             for sample in family.samples:
                 if sample.name == "eagle_server_http_responses_total":
@@ -247,7 +254,7 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
                 elif sample.name == "eagle_server_api_key_tokens_total":
                     tokens[sample.labels["key"]] += sample.value
         counts = {status: answers["/v1/completions", "POST", status] for status in ("200", "401", "429")}
-        assert counts == {"200": 9, "401": 4, "429": 1}
+        assert counts == {"200": 9, "401": 5, "429": 1}
         assert answers["other", "GET", "404"] == 1
         assert set(tokens) == {"alice", "key-3", "key-4", "bob", "x"} - {"x"} and min(tokens.values()) > 0
         assert not any(key in server.log.read_text() for key in ("key-a", "key-b", "key-d"))
