@@ -19,7 +19,7 @@ _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.*)")
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """The owner of keys. Several keys may have one name, and share its limits. The name is "" if a request needs none."""
+    """The owner of keys. Several keys may have one name, and share its limits. Who needs no key has the name ""."""
 
     name: str
     limits: ClientLimits
