@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from eagle_server.api.guard import admission
 from eagle_server.api.guard.addresses import TrustedProxies, address_of
 from eagle_server.api.server import HttpServer
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
-from tests.api.conftest import http_client
-from tests.api.fake_engine import FakeEngine
+from tests.api.conftest import PATIENCE, http_client
+from tests.api.fake_engine import STALL, FakeEngine
 
 
 async def seen_by(app: Any, client: tuple[str, int] | None, *forwarded: str) -> str:
@@ -93,3 +96,38 @@ def test_only_addresses_and_networks_are_trusted(wrong: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parse_args(["--forwarded-allow-ips", wrong], environ={})
     assert f"--forwarded-allow-ips '{wrong}': should be an address" in capsys.readouterr().err
+
+
+async def test_requests_that_are_answered_leave_connections_to_others(
+    tokenizer_dir: Path, engine: FakeEngine, engine_client: EngineClient, running: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "most_connections", lambda: 9)
+    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--forwarded-allow-ips", "127.0.0.1"]
+    tasks = []
+    async with (
+        http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as http,
+        asyncio.timeout(PATIENCE),
+    ):
+
+        def post(client: str, prompt: str) -> asyncio.Task[httpx.Response]:
+            headers = {"x-forwarded-for": client}
+            return asyncio.create_task(http.post("/v1/completions", json={"prompt": prompt}, headers=headers))
+
+        async def held(client: str, count: int) -> None:
+            before = len(engine.sequences)
+            tasks.extend(post(client, STALL) for _ in range(count))
+            while len(engine.sequences) < before + count:
+                await asyncio.sleep(0.001)
+
+        await held("10.0.0.1", 6)
+        refused = await post("10.0.0.1", "a")
+        assert refused.status_code == 429 and "6 of them yours" in refused.json()["error"]["message"]
+        await held("10.0.0.2", 1)
+        assert [(await post(f"10.0.0.{n}", "a")).status_code for n in (2, 3)] == [429, 429]
+        assert (await http.get("/health")).status_code == 200
+        tasks.pop().cancel()
+        await asyncio.sleep(0)
+        assert (await post("10.0.0.3", "a")).status_code == 200
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

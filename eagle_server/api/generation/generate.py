@@ -21,6 +21,7 @@ from eagle_server.api.generation.endpoint import Answer, Endpoint
 from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import check_scores, scores_of
+from eagle_server.api.guard.admission import admission_of
 from eagle_server.api.guard.body import process, read_body
 from eagle_server.api.guard.rate_limits import current_client, current_limits
 from eagle_server.api.schemas.generation import SamplingBody
@@ -41,6 +42,7 @@ def generating_route(endpoint: Endpoint[Any]) -> Route:
 
     async def answer(request: Request) -> Response:
         body, prepare = await checked(endpoint, request)
+        admission_of(request).hold_connection(request.scope)
         prepared = await process(request, body, prepare)
         return await respond(endpoint.answer(body, prepared, service_of(request)), request)
 
