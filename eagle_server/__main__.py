@@ -126,6 +126,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
         password = config.server.ssl_keyfile_password
         server = HttpServer(
             app,
+            on_malformed=app.state.on_malformed,
             ssl_certfile=config.server.ssl_certfile,
             ssl_keyfile=config.server.ssl_keyfile,
             ssl_keyfile_password=None if password is None else password.get_secret_value(),

@@ -62,6 +62,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app = _application()
     app.state.service, app.state.admission = service, Admission()
     app.state.pages, app.state.probe, app.state.tracing = exposition.Pages(metrics.registry), Probe(client), tracing
+    app.state.on_malformed = metrics.malformed
     _add_middleware(app, config, service, metrics, tracing)
     install_handlers(app)
     return app

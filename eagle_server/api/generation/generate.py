@@ -27,7 +27,7 @@ from eagle_server.api.guard.rate_limits import current_client, current_limits
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.access import request_id_of
-from eagle_server.api.telemetry.request_record import waited
+from eagle_server.api.telemetry.request_record import current_request, waited
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,13 @@ async def respond(answer: Answer[Any], request: Request) -> Response:
 
 
 def _expected(error: Exception) -> ApiError:
-    """The error that ends a stream. A bug is logged."""
+    """The error that ends a stream. Log and metrics get its status, not the 200 that was sent. A bug is logged."""
     if not is_expected(error):
         logger.error("a stream failed", exc_info=error)
-    return as_api_error(error)
+    shown = as_api_error(error)
+    if (record := current_request.get()) is not None:
+        record.status = shown.status
+    return shown
 
 
 async def _whole(answer: Answer[Any]) -> bytes:
