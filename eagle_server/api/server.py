@@ -248,7 +248,7 @@ class Lifecycle:
         """Serve; return the process's exit status.
 
         Raises:
-            EngineFailed: the engine could not be started.
+            EngineFailed: the engine could not be started, or ended while it had its last requests.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
@@ -265,9 +265,12 @@ class Lifecycle:
                 engine.result()
             if stopping.done():
                 logger.info("shutting down: %d requests to finish", self._admission.active)
+                self._supervisor.drain()
                 await self._admission.drain()
             server.should_exit = True
             await http
+            if engine.done():
+                engine.result()
             return 0
         finally:
             for task in (engine, http, stopping, ready):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Iterator
 
 import httpx
@@ -14,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.api.telemetry.summary import Summary
-from eagle_server.engine.logs import HumanLines, JsonLines
+from eagle_server.engine.logs import HumanLines, JsonLines, _Pipe
 from eagle_server.request import CycleStats, EngineStats
 from tests.api.fake_engine import SLOW, STALL
 
@@ -203,3 +204,22 @@ def test_idle_time_is_in_no_window(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
     Summary(interval=0).cycle(CycleStats(seconds=1), 5, stats(running=1), now=1e9)
     assert not caplog.messages
+
+
+def test_a_log_that_nobody_reads_delays_nobody() -> None:
+    read, write = os.pipe()
+    log = _Pipe(f"/proc/self/fd/{write}")
+    lines = 0
+    while not log._dropped:
+        log.write(f"line {lines}\n")
+        lines += 1
+    log.write("another one\n")
+    assert os.get_blocking(write), "other processes still write as before"
+    text = os.read(read, 2**20).decode()
+    log.write("now somebody reads\n")
+    text += os.read(read, 2**20).decode()
+    kept = [f"line {number}" for number in range(lines - 1)]
+    dropped = "2 lines of the log were dropped: nobody read them"
+    assert [line for line in text.splitlines() if line] == [*kept, dropped, "now somebody reads"]
+    for file in (read, write, log._file):
+        os.close(file)
