@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
 from eagle_server.api.guard.keys import ApiKeys, KeyHolder
-from eagle_server.api.guard.rate_limits import ClientLimits
+from eagle_server.api.guard.rate_limits import ClientLimits, current_client
 from eagle_server.api.telemetry.request_record import current_request
 from eagle_server.client.client import EngineClient, QueueFull
 
@@ -109,13 +109,14 @@ class AdmissionMiddleware:
             return
         if (record := current_request.get()) is not None:
             record.key = holder.name
+        address = (scope.get("client") or ("",))[0]  # the proxy's, if there is one
+        current_client.set(holder.name or address)
         if scope["path"] in self._generating_paths:
-            address = (scope.get("client") or ("",))[0]  # the proxy's, if there is one
-            await self._generate(scope, receive, send, holder.limits, holder.name or address)
+            await self._generate(scope, receive, send, holder.limits)
         else:
             await self._app(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits, client: str) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(limits.headers)
@@ -125,7 +126,7 @@ class AdmissionMiddleware:
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
-        with self._admission.count(), limits.running(client):
+        with self._admission.count(), limits.running():
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self) -> ApiError | None:
