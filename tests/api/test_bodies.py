@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -414,3 +416,31 @@ async def test_a_server_that_stops_prepares_nothing_more(clients: Clients) -> No
     assert (await first).status_code == 200
     await drained
     assert len(clients.begun) == 1
+
+
+async def test_a_body_counts_with_the_memory_of_its_texts(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text with one emoji takes four bytes for every character."""
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 100_000)
+    body = {"prompt": "abc", "max_tokens": 3}
+    assert (await http.post("/v1/completions", json={**body, "user": "u" * 20_000})).status_code == 200
+    for text in ("u" * 20_000 + "😀", "u" * 20_000 + "é"):
+        for content in (json.dumps({**body, "user": text}), json.dumps({**body, "user": text}, ensure_ascii=False)):
+            refused = await http.post("/v1/completions", content=content.encode())
+            assert (refused.status_code, "large bodies" in refused.json()["error"]["message"]) == (503, True)
+    assert not body_module._held_bytes
+
+
+@pytest.mark.parametrize(("memory", "held"), [(1000 * 2**20, 125 * 2**20), (2000 * 2**20, 250 * 2**20)])
+def test_bounds_follow_the_memory_of_the_container(memory: int, held: int) -> None:
+    """All that is held, and two texts that are tokenized at once at 160 bytes a byte, take a quarter."""
+    command = (
+        "import json, eagle_server.machine as machine; machine.usable_memory = lambda: {}\n"
+        "from eagle_server.api.guard import body; from eagle_server.text import tokenizer\n"
+        "print(json.dumps([body.MAX_HELD_BYTES, tokenizer.MAX_PIECE_BYTES]))"
+    )
+    found = subprocess.run([sys.executable, "-c", command.format(memory)], check=True, capture_output=True).stdout
+    bodies, piece = json.loads(found)
+    assert bodies == held
+    assert bodies + 2 * 160 * piece <= memory // 4

@@ -23,13 +23,14 @@ from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.request_record import waited
 from eagle_server.client.client import GenerationTimeout
+from eagle_server.machine import usable_memory
 from eagle_server.turns import Lane
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
-MAX_HELD_BYTES = 512 * 2**20  # of all bodies together; short ones are always read
+MAX_HELD_BYTES = min(512 * 2**20, usable_memory() // 8)  # memory of all bodies together; short ones are always read
 BODY_SECONDS = 60.0
 # Bytes. Requests are prepared in lanes by their body's size, one after the other in each. In one lane a prompt of 6 kB
 # waited 8 to 9 s for 60 prompts of 250 kB.
@@ -186,12 +187,12 @@ async def process_text(body: Body, function: Callable[[], T]) -> T:
 
 async def _held_in(lane: Lane, body: Body, function: Callable[[], T]) -> T:
     """The result of a function that reads the body, which is held until then."""
-    _hold(body.size)
+    _hold(body.memory)
     try:
         _check_held(body.size)
         return await _on_thread(lane, function)
     finally:
-        _hold(-body.size)
+        _hold(-body.memory)
         if body.size > LARGE_BODY:
             asyncio.get_running_loop().call_later(IDLE_SECONDS, _give_memory_back, lane)
 
