@@ -28,6 +28,7 @@ from eagle_server.api.guard.connections import (
 from eagle_server.api.unix_socket import UnixListener
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
+from eagle_server.machine import usable_memory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ ABORT_SECONDS = 5  # left for uvicorn to end the connections that were aborted t
 INTERRUPTED_STATUS = 130
 TEMPORARY_STATUS = os.EX_TEMPFAIL  # 75: the same configuration may work later
 TEMPORARY_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
-MOST_UNREAD = 512 * 2**20  # bytes of all answers that clients have not read
+MOST_UNREAD = min(512 * 2**20, usable_memory() // 8)  # bytes of all answers that clients have not read
 FEWEST_FILES = 40  # that must be allowed: 30 are too few for the pipes and sockets to the engine
 TICKS_PER_SECOND = 10  # uvicorn's
 

@@ -92,7 +92,8 @@ class Engine:
         elif grammar is None or self._grammars is None:
             self._queue(request)
         else:
-            self._compiling[request.request_id] = (request, self._grammars.compile(grammar, request.cache_salt))
+            compiled = self._grammars.compile(grammar, request.cache_salt, request.client)
+            self._compiling[request.request_id] = (request, compiled)
             self._queue_compiled()
 
     def _queue_compiled(self, timeout: float = 0.0) -> None:

@@ -154,8 +154,11 @@ def clock(running: Running, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @contextlib.asynccontextmanager
-async def connected(port: int, sent: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def connected(
+    port: int, sent: bytes, address: str = "127.0.0.1"
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client's connection from this address."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
     writer.write(sent)
     yield reader, writer
     writer.close()
@@ -516,8 +519,38 @@ async def test_tiny_chunks_leave_others_their_turns(
         assert "/slow answered" not in application.seen
         assert application.seen[-1] == "/quick answered"
         await answers(slow, 1)
-    assert max(turns) <= max(connections.CHUNKED_PART, len(get("/quick")))
+    chunk = size + len(b"\r\n\r\n") + len(b"%x" % size)
+    assert max(turns) <= max(connections.CHUNKED_LINES // 2 * chunk, len(get("/quick")))
     assert sorted(application.bodies) == sorted([b"", body])
+
+
+async def test_an_address_waits_for_one_part_of_each_other_address(
+    bodies: tuple[Bodies, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many connections others have, and in few turns if its chunks are not tiny."""
+    application, port = bodies
+    monkeypatch.setattr(connections, "TURN_SECONDS", 0.0)
+    parsed, parse = list[str](), connections.BoundedConnection.parse_part
+
+    def noted(connection: connections.BoundedConnection) -> bool:
+        parsed.append(connection.address)
+        return parse(connection)
+
+    monkeypatch.setattr(connections.BoundedConnection, "parse_part", noted)
+    body = os.urandom(6000)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE):
+        for _ in range(40):
+            await stack.enter_async_context(connected(port, posted("/flood", CHUNKED) + chunked(bytes(20_000), 1)[:-5]))
+        while application.seen.count("/flood") < 40:
+            await asyncio.sleep(0)
+        honest = posted("/honest", CHUNKED) + chunked(body, 2000)
+        reader, _ = await stack.enter_async_context(connected(port, honest, "127.0.0.2"))
+        await answers(reader, 1)
+    assert body in application.bodies
+    turns = [place for place, address in enumerate(parsed) if address == "127.0.0.2"]
+    between = parsed[turns[0] : turns[-1]]
+    assert len(turns) <= 4
+    assert between.count("127.0.0.1") <= len(turns)
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 333, 10**9])

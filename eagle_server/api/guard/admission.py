@@ -136,12 +136,13 @@ class AdmissionMiddleware:
             return
         if (record := current_request.get()) is not None:
             record.key = holder.name
+        current_client.set(holder.name or address_of(scope))
         if scope["path"] in self._generating_paths:
-            await self._generate(scope, receive, send, holder.limits, holder.name or address_of(scope))
+            await self._generate(scope, receive, send, holder.limits)
         else:
             await self._app(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits, client: str) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(limits.headers)
@@ -151,7 +152,7 @@ class AdmissionMiddleware:
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
-        with self._admission.count(scope), limits.running(client):
+        with self._admission.count(scope), limits.running():
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self) -> ApiError | None:

@@ -14,7 +14,6 @@ import resource
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from http import HTTPStatus
@@ -28,6 +27,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from eagle_server.api.connection import ABORT
 from eagle_server.api.errors import bad_request
+from eagle_server.api.guard.addresses import address_of
+from eagle_server.turns import Turns
 
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/guard/body.py
 LEAST_READ = 2**16  # bytes of an answer, or its rest, that a client must read in that time
@@ -37,8 +38,8 @@ MOST_CONNECTIONS = 16384
 HTTP2_PREFACE = b"PRI * HTTP/2.0"
 TURN_SECONDS = 0.002  # parsing time of all connections together in one turn
 REST_SECONDS = 0.004  # between turns, for everything else: long bodies take a third of a core at most
-PART = 2**16  # bytes of a body of known length that are parsed at once
-CHUNKED_PART = 256  # the same for a body in chunks: 40 chunks of one byte take 3 ms
+PART = 2**16  # bytes of a body that are parsed at once
+CHUNKED_LINES = 80  # lines of a body in chunks that are parsed at once: two per chunk, and 40 chunks take 3 ms
 SHORT_BODY = 2**18  # bytes; a body that is longer, or of unknown length, is parsed in turns
 FIRST_CHECK_SECONDS = 0.1  # after a client has closed its sending side: until it is seen whether it is gone
 SOON_SECONDS, RARELY_SECONDS = 0.01, 1.0  # the next check after an interim answer, and the longest time between checks
@@ -65,33 +66,36 @@ class Wait(IntEnum):
     NOTHING = 4  # the server has a request to answer
 
 
-class _Turns:
-    """The connections with input that is not parsed yet. They take turns, and leave time for everything else."""
+class _Parsing:
+    """The connections with input that is not parsed yet. Addresses take turns, and leave time for everything else."""
 
     def __init__(self) -> None:
-        self._waiting: deque[BoundedConnection] = deque()
+        self._waiting = Turns[BoundedConnection]()
         self._is_scheduled = False
 
-    def add(self, connection: BoundedConnection, delay: float = 0.0) -> None:
+    def add(self, connection: BoundedConnection) -> None:
         """Parse more of its input later. Adding it again changes nothing."""
-        if connection not in self._waiting:
-            self._waiting.append(connection)
+        self._waiting.add(connection.address, connection)
         if not self._is_scheduled:
             self._is_scheduled = True
-            connection.loop.call_later(delay, self._run)
+            connection.loop.call_soon(self._run)
 
     def _run(self) -> None:
-        self._is_scheduled, end = False, time.monotonic() + TURN_SECONDS
-        while self._waiting:
-            connection = self._waiting.popleft()
-            if connection.parse_part():
-                self._waiting.append(connection)
-            if self._waiting and time.monotonic() >= end:
-                self.add(self._waiting[0], REST_SECONDS)
-                return
+        end = time.monotonic() + TURN_SECONDS
+        try:
+            while self._waiting:
+                connection = self._waiting.next()
+                if connection.parse_part():
+                    self._waiting.add(connection.address, connection)
+                if time.monotonic() >= end:
+                    break
+        finally:
+            self._is_scheduled = bool(self._waiting)
+            if self._is_scheduled:
+                asyncio.get_running_loop().call_later(REST_SECONDS, self._run)
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_parsing: WeakKeyDictionary[asyncio.AbstractEventLoop, _Parsing] = WeakKeyDictionary()
 
 
 class BoundedConnection(H11Protocol):
@@ -156,12 +160,21 @@ class BoundedConnection(H11Protocol):
         if state is h11.SEND_BODY:
             # The body's length is unknown if its header came with the end of the previous request.
             known = self._body_left if self._body_left > 0 else PART
-            size = CHUNKED_PART if self._is_chunked else min(PART, known)
+            size = self._chunked_part() if self._is_chunked else min(PART, known)
         elif state is h11.IDLE and (end := _HEADER_END.search(self._before + self._received)):
             size = max(1, end.end() - len(self._before))
         part = bytes(self._received[:size])
         del self._received[:size]
         return part
+
+    def _chunked_part(self) -> int:
+        """How many bytes of a body in chunks to parse next. Its cost is by chunk, whatever their size."""
+        end = 0
+        for _ in range(CHUNKED_LINES):
+            end = self._received.find(b"\n", end, PART) + 1
+            if not end:
+                return PART
+        return end
 
     def _count_body(self, part: bytes, *, in_header: bool) -> None:
         """Count the body's bytes that are still to come. Close the connection if too many come after the answer."""
@@ -265,7 +278,12 @@ class BoundedConnection(H11Protocol):
         return not is_answered and self.conn.their_state is not h11.SEND_BODY
 
     def _wait_for_turn(self) -> None:
-        _turns.setdefault(self.loop, _Turns()).add(self)
+        _parsing.setdefault(self.loop, _Parsing()).add(self)
+
+    @property
+    def address(self) -> str:
+        """The client's, or the proxy's."""
+        return address_of({"client": self.client})
 
     @property
     def wait(self) -> Wait:
