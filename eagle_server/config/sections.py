@@ -171,7 +171,9 @@ class ServerSection(Section):
         "begins the response, so that later errors come as events; 0: never",
     )
     max_queue_size: Count = Field(
-        default=1024, description="maximum requests that wait for their first token; further ones get status 429"
+        default=1024,
+        description="maximum sequences that wait for their first token; further ones get status 429, and "
+        "so do those of a client that waits with seven times as many as have room",
     )
     max_concurrent_requests_per_key: Count | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from eagle_server.api.guard.connections import most_connections
 from eagle_server.api.guard.keys import ApiKeys, KeyHolder
 from eagle_server.api.guard.rate_limits import ClientLimits, current_client
 from eagle_server.api.telemetry.request_record import current_request
-from eagle_server.client.client import EngineClient, QueueFull
+from eagle_server.client.client import HELD_PER_FREE, EngineClient, QueueFull
 
 DRAIN_SECONDS = 5.0  # left for bodies that are arriving when the server is told to stop
 _HELD_SHARE = 7 / 8  # of all connections; the others are for /health, /metrics and bodies that arrive
@@ -60,14 +60,14 @@ class Admission:
     def hold_connection(self, scope: Scope) -> None:
         """The whole request has come. From now on its connection is not closed for another one, until it is answered.
 
-        So requests hold at most a part of all connections, and one client's at most seven times what they leave.
+        Requests hold at most a part of all connections, and one client's at most HELD_PER_FREE times what they leave.
 
         Raises:
             QueueFull: they hold that many.
         """
         client, most = current_client.get(), int(_HELD_SHARE * most_connections())
         own = self._held_by.get(client, 0) + 1
-        if self._held + 1 + own // 7 > most:
+        if self._held + 1 + own // HELD_PER_FREE > most:
             raise QueueFull(f"{self._held} requests are being answered, {own - 1} of them yours, at most {most} may be")
         self._held += 1
         self._held_by[client] = own
@@ -156,11 +156,13 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self) -> ApiError | None:
-        """Why no request may generate now, before its body is read and tokenized."""
+        """Why no request of the current client may generate now, before its body is read and tokenized."""
         if self._admission.is_draining:
             return unavailable("the server is shutting down")
-        if not self._client.has_room():
-            return as_api_error(QueueFull(f"{self._client.max_waiting} requests are waiting already"))
+        try:
+            self._client.check_room(current_client.get())
+        except QueueFull as full:
+            return as_api_error(full)
         return None
 
     def _holder(self, scope: Scope) -> KeyHolder:

@@ -162,7 +162,7 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
 
     try:
         async with asyncio.timeout(None if seconds is None else seconds - waited()):
-            with service.client.prepare():
+            with service.client.prepare(current_client.get(), body.sequences):
                 return await while_connected(request.receive, _held_in(_lane(body.size), body, begin))
     except TimeoutError:
         assert seconds is not None

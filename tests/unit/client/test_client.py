@@ -7,18 +7,22 @@ import contextlib
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
 
-from eagle_server.client.client import EngineClient, EngineUnavailable
+from eagle_server.client.client import EngineClient, EngineUnavailable, QueueFull
 from eagle_server.client.supervisor import Backoff, EngineFailed, Supervisor
 from eagle_server.engine.process import EngineFactory
-from eagle_server.request import FinishReason, Request, SamplingParams
+from eagle_server.request import Abort, Deltas, FinishReason, Inbound, Request, SamplingParams, TokenDelta
 from tests.api.conftest import PATIENCE, is_alive
-from tests.api.fake_engine import ID, MAX_REQUEST_TOKENS, REFUSE, STALL
+from tests.api.fake_engine import ID, MAX_REQUEST_TOKENS, REFUSE, STALL, FakeEngine
 
 FAKE = "tests.api.fake_engine"
 
@@ -96,6 +100,99 @@ async def test_an_aborted_request_gets_its_last_delta() -> None:
             generation.complete("nobody", 0)
             reasons = {delta.request_id: delta.finish_reason async for delta in generation}
         assert reasons == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
+
+
+def attached(max_waiting: int) -> tuple[EngineClient, list[Inbound]]:
+    """A client, and what it sends to an engine that says nothing."""
+    client, sent = EngineClient(max_waiting), list[Inbound]()
+    client.attach(sent.append, FakeEngine().ready())
+    return client, sent
+
+
+def room(client: EngineClient, name: str = "") -> int:
+    """How many sequences of a client may still wait."""
+    for count in range(1, 2000):
+        try:
+            client.check_room(name, count)
+        except QueueFull:
+            return count - 1
+    raise AssertionError("there is room for any number")
+
+
+def answer(client: EngineClient, *names: str, reason: FinishReason | None = FinishReason.ABORT) -> None:
+    deltas = [TokenDelta(request_id=name, token_ids=[], finish_reason=reason) for name in names]
+    client.dispatch(Deltas(deltas, FakeEngine().stats()))
+
+
+async def test_a_request_keeps_its_place_until_the_engine_has_answered_the_abort() -> None:
+    client, sent = attached(max_waiting=6)
+    for name in "abc":
+        with client.submit([request(name), request(f"{name}2")]):
+            pass
+    assert sent[-2:] == [Abort("c"), Abort("c2")]
+    assert room(client) == 0
+    answer(client, "a", "a2", reason=None)  # tokens of before the abort
+    assert room(client) == 0
+    answer(client, "a", "b2")
+    assert room(client) == 2
+    assert client.is_waiting
+    answer(client, "a2", "b", "c", "c2")
+    assert room(client) == 6
+    assert not client.is_waiting
+    with client.submit([request("d")]):
+        pass
+    client.detach("it died")
+    assert room(client) == 6
+
+
+@pytest.mark.parametrize("most", [1, 3, 6, 7, 8, 15, 100, 1024])
+def test_an_empty_queue_has_places_for_the_most_sequences_of_one_request(most: int) -> None:
+    client = EngineClient(max_waiting=most)
+    assert client.most_at_once == room(client) >= most * 7 // 8
+
+
+@given(data=st.data())
+@settings(max_examples=50)
+def test_nobody_takes_more_than_seven_times_the_places_that_are_free_then(data: st.DataObject) -> None:
+    client, _ = attached(most := data.draw(st.integers(8, 200)))
+    held, sent = Counter[str](), list[tuple[str, str]]()
+    with ExitStack() as stack:
+        for step in range(40):
+            name, count = data.draw(st.sampled_from("ab")), data.draw(st.integers(1, 30))
+            try:
+                if data.draw(st.booleans()):
+                    stack.enter_context(client.prepare(name, count))
+                else:
+                    asked = [replace(request(f"{step}-{i}"), client=name) for i in range(count)]
+                    stack.enter_context(client.submit(asked))
+                    sent += [(each.request_id, name) for each in asked]
+            except QueueFull as full:
+                assert "this request has" in str(full)
+            else:
+                held[name] += min(count, client.most_at_once or 0)
+                assert held[name] < 7 * (most - held.total() + 1)
+            if sent and data.draw(st.booleans()):
+                request_id, owner = sent.pop()
+                answer(client, request_id)
+                held[owner] -= 1
+            free = most - held.total()
+            assert free * 7 // 8 <= room(client, "new") <= free
+    assert len(client._places) == len(sent)
+
+
+def test_a_full_client_learns_whose_places_are_taken() -> None:
+    client, _ = attached(max_waiting=16)
+    with client.prepare("a", 14):
+        with pytest.raises(
+            QueueFull, match="14 of 14 sequences that wait are this client's, this request has 1, at most"
+        ):
+            client.check_room("a")
+        client.check_room("b")
+        with (
+            client.prepare("b", 2),
+            pytest.raises(QueueFull, match="16 sequences wait, this request has 1, at most 16"),
+        ):
+            client.check_room("c")
 
 
 async def test_a_killed_engine_fails_requests_and_returns() -> None:
