@@ -70,7 +70,8 @@ def trained(split: pre_tokenizers.PreTokenizer, *added: AddedToken) -> Tokenizer
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "PIECE", 4)
+    for module in (cuts, tokenizer_module):
+        monkeypatch.setattr(module, "PIECE", 4)
 
 
 @pytest.fixture(scope="module", params=[*EXACT, "the demo"])
