@@ -16,11 +16,13 @@ class Turns(Generic[T]):
     """Items that wait, by client. The items of one client come in order of arrival.
 
     Before a client's first item comes at most one item of each other client that waits, however many these have. Before
-    its k-th item come at most k. Every method takes constant time.
+    its k-th item come at most k. No client has two turns one after the other while another one waits. Every method
+    takes constant time.
     """
 
     def __init__(self) -> None:
         self._clients = OrderedDict[str, OrderedDict[T, None]]()  # the client whose turn it is comes first
+        self._newest = ""  # the client that had the last turn
 
     def __len__(self) -> int:
         """How many clients have items that wait."""
@@ -41,7 +43,13 @@ class Turns(Generic[T]):
     def next(self) -> T:
         """Take the next item. At least one must wait."""
         client, items = self._clients.popitem(last=False)
+        if client == self._newest and self._clients:  # its item may still be at work
+            second = self._clients.popitem(last=False)
+            self._clients[client] = items
+            self._clients.move_to_end(client, last=False)
+            client, items = second
         item, _ = items.popitem(last=False)
+        self._newest = client
         if items:
             self._clients[client] = items
         return item

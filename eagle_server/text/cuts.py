@@ -1,26 +1,26 @@
 """Where a long text may be cut into pieces that have the same tokens as the whole text.
 
-A cut is between a letter and a space, line feed, comma or full stop. It is exact if the tokenizer splits there anyway,
-and if nothing else in the text depends on what is on the other side. That is so for byte-level tokenizers whose
+A cut is between a letter or digit and a space, line feed or common sign. It is exact if the tokenizer splits there
+anyway, and if nothing else in the text depends on what is on the other side. That is so for byte-level tokenizers whose
 pre-tokenizers consist of the known expressions below: those of GPT-2, Llama 3, Qwen, DeepSeek, gpt-oss, and the like.
-None of these matches a letter with one of the signs after it, and none reads the text before a match.
+None of these matches a letter or digit with one of the signs after it, and none reads the text before a match.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tokenizers
 
 PIECE = 2**14  # characters; a longer text is cut
-_CUT = re.compile(r"[A-Za-z一-龥](?=[ \n.,，。])")
+_CUT = re.compile(r"[A-Za-z0-9一-龥](?=[ \n.,;:!?\"()，。])")
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FIRST = r"[^\r\n\p{L}\p{N}]?"
-_WORDS = (  # each matches all letters before a cut
+_WORDS = (  # each matches all letters before cuts
     r" ?\p{L}+",
     _FIRST + r"\p{L}+",
     _FIRST + r"[\p{L}\p{M}]+",
@@ -28,16 +28,15 @@ _WORDS = (  # each matches all letters before a cut
     f"{_FIRST}{_UPPER}*{_LOWER}+|{_FIRST}{_UPPER}+{_LOWER}*",
     f"{_FIRST}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_FIRST}{_UPPER}+{_LOWER}*{_CONTRACTION}?",
 )
+_NUMBERS = (r"\p{N}", r"\p{N}{1,3}", r" ?\p{N}+")  # each matches all digits before cuts
 _OTHERS = (
     *(_CONTRACTION, "'(?i:[sdmt]|ll|ve|re)", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
-    *(r"\p{N}", r"\p{N}{1,3}", r" ?\p{N}+", "[0-9][0-9][0-9]"),
     *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
     *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[\p{P}\p{S}]+[\r\n]*"),
     *("\n", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
-    *("[一-龥぀-ゟ゠-ヿ]+", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""),
+    *("[0-9][0-9][0-9]", "[一-龥぀-ゟ゠-ヿ]+", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""),
 )
-_KNOWN = "(?:" + "|".join(map(re.escape, (*_WORDS, *_OTHERS))) + ")"
-_ALL_KNOWN = re.compile(rf"{_KNOWN}(?:\|{_KNOWN})*")
+_KNOWN = re.compile(rf"({'|'.join(map(re.escape, (*_WORDS, *_NUMBERS, *_OTHERS)))})(?:\||$)")
 
 
 def cuts_of(text: str) -> list[int]:
@@ -62,7 +61,7 @@ def splits_at_cuts(tokenizer: tokenizers.Tokenizer) -> bool:
     return (
         all(each["type"] == "NFC" for each in normalizers)
         and all(map(_is_known, splits))
-        and any(map(_splits_words, splits))
+        and all(any(_splits_after(kinds, split) for split in splits) for kinds in (_WORDS, _NUMBERS))
         and not any(token.single_word or token.rstrip or _CUT.search(token.content) for token in added)
     )
 
@@ -82,12 +81,12 @@ def _is_known(split: Mapping[str, Any]) -> bool:
     """Whether it splits the texts on both sides of a cut as it splits the whole text."""
     if split["type"] == "Split":
         pattern = split["pattern"].get("Regex", "")
-        return split["behavior"] in ("Isolated", "Removed") and _ALL_KNOWN.fullmatch(pattern) is not None
+        return split["behavior"] in ("Isolated", "Removed") and "|".join(_KNOWN.findall(pattern)) == pattern
     return split["type"] == "Digits" or (split["type"] == "ByteLevel" and not split["add_prefix_space"])
 
 
-def _splits_words(split: Mapping[str, Any]) -> bool:
-    """Whether a known one splits at every cut."""
+def _splits_after(kinds: Collection[str], split: Mapping[str, Any]) -> bool:
+    """Whether a known one splits at every cut that comes after a match of one of these kinds."""
     if split["type"] == "Split":
-        return any(words in split["pattern"]["Regex"] for words in _WORDS)
+        return not set(kinds).isdisjoint(_KNOWN.findall(split["pattern"]["Regex"]))
     return bool(split.get("use_regex"))  # GPT-2's

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from eagle_server.hub import HubError
 from eagle_server.machine import usable_memory
-from eagle_server.text.cuts import cuts_of, special_around, splits_at_cuts
+from eagle_server.text.cuts import PIECE, cuts_of, special_around, splits_at_cuts
 from eagle_server.text.model_files import find_file, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -97,7 +97,7 @@ class FastTokenizer:
     def encode(
         self, text: str, *, special: bool = True, limit: int | None = None, last: int | None = None
     ) -> list[int]:
-        cuts = cuts_of(text) if self._around is not None else []
+        cuts = cuts_of(text) if self._around is not None and len(text) > PIECE else []
         if self._around is None or not cuts:
             ids = self._encode(text, limit, special=special)
             return ids if last is None else ids[-last:]

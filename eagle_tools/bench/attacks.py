@@ -29,6 +29,7 @@ from eagle_tools.bench.bad_clients import (
     leave,
     read,
     slow_body,
+    tiny_chunks,
 )
 
 Body = dict[str, Any]
@@ -67,13 +68,25 @@ def text(port: int, content: bytes) -> str:
     return post(port, content, "/tokenize")
 
 
+def padded(size: int) -> Callable[[int], Body]:
+    """Fields that make a body longer and change nothing."""
+    return lambda _: {"user": "u" * size}
+
+
+def new_regex(number: int) -> Body:
+    """A regular expression that no other request has, although they all allow the same texts."""
+    word = "".join(chr(ord("a") + int(digit)) for digit in f"{number:010}")
+    return {"structured_outputs": {"regex": f"[a-z ]{{10}}|{word}"}, "ignore_eos": False}
+
+
 @dataclass(frozen=True)
 class Load:
     """Requests that compete with the measured client: `clients` at a time, each sent again after its answer.
 
     `baseline` names the load that the effect is compared with; None: this is a baseline. `body` gets a number that no
     other request has. A `fixed` body is built once, before the start, because building it takes long. `server` is a key
-    of `hostile.SERVERS`.
+    of `hostile.SERVERS`. `neighbour` gives fields of the measured client's requests, the same beside attack and
+    baseline; by default these are long enough to be prepared on a thread.
     """
 
     body: Callable[[int], Body | bytes]
@@ -82,6 +95,7 @@ class Load:
     clients: int = 1
     fixed: bool = False
     server: str = "default"
+    neighbour: Callable[[int], Body] = padded(6000)
 
 
 def plain(**fields: Any) -> Callable[[int], Body]:
@@ -174,6 +188,17 @@ def chunks(size: int) -> Callable[[int], bytes]:
     return lambda _: HEADER + b"transfer-encoding: chunked" + END + chunk * (2**20 // len(chunk))
 
 
+def truncated(unit: str, size: int) -> Callable[[int], bytes]:
+    """A prompt of this size that is truncated to one token. The tokenizer cannot cut it if its unit has no words."""
+    prompt = unit * (size // len(unit.encode()))
+    body = {"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": 1}
+    return lambda _: json.dumps(body, ensure_ascii=False).encode()
+
+
+def many_properties(number: int) -> Body:
+    return {"type": "object", "properties": {f"p{number}_{i}": {"type": "string"} for i in range(1500)}}
+
+
 def long_prompt(number: int) -> Body:
     """A prompt of 4 MB that is truncated to one token."""
     return {"prompt": f"{number} words" * 350_000, "max_tokens": 1, "truncate_prompt_tokens": 1}
@@ -193,6 +218,9 @@ LOADS: dict[str, Load] = {
     "nothing, few files": Load(plain(), None, clients=0, server="few files"),
     "nothing, with a key": Load(plain(), None, clients=0, server="key"),
     "nothing, TLS": Load(plain(), None, clients=0, server="TLS, few files"),
+    "nothing, 20 kB": Load(plain(), None, clients=0, neighbour=padded(20_000)),
+    "nothing, 300 kB": Load(plain(), None, clients=0, neighbour=padded(300_000)),
+    "nothing, regex": Load(plain(), None, clients=0, neighbour=new_regex),
     # Grammars: slow to match, slow to compile, ambiguous.
     "regex: 25 nested stars": Load(
         grammar("regex", lambda number: f"({number})?" + "(" * DEPTH + "[a-z ]" + "*)" * DEPTH), "plain"
@@ -239,6 +267,23 @@ LOADS: dict[str, Load] = {
     "300 TLS handshakes": Load(lambda _: b"\x16\x03\x01", "nothing, TLS", half_open, server="TLS, few files"),
     "4 MB prompts": Load(long_prompt, "nothing", clients=16, fixed=True),
     "4 MB prompts, left": Load(long_prompt, "nothing", drop, clients=8, fixed=True),
+    "250 kB prompts": Load(
+        truncated("ab c", 250_000), "nothing, 20 kB", clients=60, fixed=True, neighbour=padded(20_000)
+    ),
+    "250 kB without words": Load(
+        truncated("ab_c", 250_000), "nothing, 20 kB", clients=60, fixed=True, neighbour=padded(20_000)
+    ),
+    "1 MB without words": Load(
+        truncated("ab_c", 1_000_000), "nothing, 300 kB", clients=24, fixed=True, neighbour=padded(300_000)
+    ),
+    "16 MB of emoji": Load(truncated("😀", 16_400_000), "nothing", clients=2, fixed=True),
+    "400 times tiny chunks": Load(
+        lambda _: HEADER + b"transfer-encoding: chunked" + END,
+        "nothing, 300 kB",
+        tiny_chunks,
+        neighbour=padded(300_000),
+    ),
+    "schemas of 1,500 names": Load(grammar("json", many_properties), "nothing, regex", clients=24, neighbour=new_regex),
     "tokenize flood": Load(lambda _: {"prompt": " " * 4_000_000}, "nothing", text, clients=24, fixed=True),
     # Prompts.
     "long prompts": Load(page, "8 short prompts"),

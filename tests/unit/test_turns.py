@@ -33,6 +33,16 @@ def test_clients_take_turns_in_order_of_arrival() -> None:
     assert drained(turns) == ["a2", "c2", "b2", "a3"]
 
 
+def test_a_client_that_comes_waits_for_no_further_item_of_the_only_other_one() -> None:
+    turns = Turns[str]()
+    for number in range(4):
+        turns.add("a", f"a{number}")
+    assert [turns.next() for _ in range(2)] == ["a0", "a1"]
+    turns.add("b", "b0")
+    turns.add("b", "b1")
+    assert drained(turns) == ["b0", "a2", "b1", "a3"]
+
+
 def test_a_removed_item_costs_no_turn() -> None:
     turns = Turns[str]()
     for item in ("a1", "b1", "a2", "b2"):

@@ -42,7 +42,7 @@ EXACT = {
     **{name: pre_tokenizers.Sequence([*splits, BYTES]) for name, splits in SPLITS.items()},
 }
 # Many cuts, and what might join the letters before them with what follows.
-PARTS = [*"aaAbzé'sS  \n\n\r\t.,，。文字ひ12٣!-/_😀\u0301\u200d\u00a0İß", "  ", " a", "\n\n", "<|x>"]
+PARTS = [*"aaAbzé'sS  \n\n\r\t.,;:!?\"()，。文字ひ112٣-/_|😀\u0301\u200d\u00a0İß", "  ", " a", "\n\n", "<|x>"]
 PARTS += ["'s", "'S", "'re", "a's", "A"]
 TEXTS = st.one_of(
     st.lists(st.sampled_from(PARTS), max_size=60).map("".join),
@@ -70,7 +70,8 @@ def trained(split: pre_tokenizers.PreTokenizer, *added: AddedToken) -> Tokenizer
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "PIECE", 4)
+    for module in (cuts, tokenizer_module):
+        monkeypatch.setattr(module, "PIECE", 4)
 
 
 @pytest.fixture(scope="module", params=[*EXACT, "the demo"])
@@ -114,10 +115,13 @@ INEXACT = {
     "words join what follows": trained(
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "merged_with_next"), BYTES])
     ),
-    "only lower case splits": trained(
-        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(f"{TITLE}*{LOWER}+|\\s+"), "isolated"), BYTES])
+    "numbers do not split": trained(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r" ?\p{L}+|\s+"), "isolated"), BYTES])
     ),
-    "a token has a cut": trained(GPT_2, AddedToken("a b")),
+    "only lower case splits": trained(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(f"{TITLE}*{LOWER}+|\\p{{N}}|\\s+"), "isolated"), BYTES])
+    ),
+    "a token has a cut": trained(GPT_2, AddedToken("a:b")),
     "a token strips what follows": trained(GPT_2, AddedToken("xa", rstrip=True)),
     "a token is a word": trained(GPT_2, AddedToken(".b", single_word=True)),
 }
