@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
+
+from msgspec.structs import replace
 
 from eagle_server.client.observer import Observer
 from eagle_server.request import Abort, Deltas, EngineStats, FlushCache, Flushed, Inbound, Ready, Request, TokenDelta
@@ -53,14 +56,16 @@ class EngineClient:
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
+        # The most sequences for which an empty queue has places.
+        self.most_at_once = None if max_waiting is None else max_waiting - (max_waiting + 1) // (HELD_PER_FREE + 1)
         self._observer = Observer()
         self.ready: Ready | None = None
-        self.stats: EngineStats | None = None
+        self._stats: EngineStats | None = None
         self._send: Send | None = None
         self._attached = asyncio.Event()
         self._running: dict[str, Generation | None] = {}  # until the last delta; None: no task waits for it any more
-        # The clients of the sequences that have a place: by request id once they are sent, by an object before.
-        self._places: dict[object, str] = {}
+        # Sequences that have a place, by request id once they are sent, else by an object: the client, and since when.
+        self._places: dict[object, tuple[str, float]] = {}
         self._held = Counter[str]()  # places by client
         self._preparing = 0  # places of sequences that are not sent yet
         self._flushes: deque[asyncio.Future[Flushed]] = deque()
@@ -77,6 +82,26 @@ class EngineClient:
             observer.attached(self.ready)
 
     @property
+    def stats(self) -> EngineStats | None:
+        """The engine's newest statistics. What it has not read yet, and what is being prepared, waits here as well.
+
+        Of the sequences that were sent and not answered, the first ones count as running, as many as run.
+        """
+        if self._stats is None:
+            return None
+        running, sent = self._stats.running, [place for name, place in self._places.items() if isinstance(name, str)]
+        prepared = [place for name, place in self._places.items() if not isinstance(name, str)]
+        answered = len(self._running) - len(sent)
+        waiting = [*prepared, *sent[max(0, running - answered) :]]
+        longest = max((time.monotonic() - since for _, since in waiting), default=0.0)
+        return replace(
+            self._stats,
+            waiting=len(prepared) + max(self._stats.waiting, len(self._running) - running),
+            waiting_clients=max(self._stats.waiting_clients, len({client for client, _ in waiting})),
+            longest_wait=max(self._stats.longest_wait, longest),
+        )
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the engine owes a message.
 
@@ -84,11 +109,6 @@ class EngineClient:
         all requests have left.
         """
         return self._owes_message or bool(self._running or self._flushes)
-
-    @property
-    def most_at_once(self) -> int | None:
-        """The most sequences for which an empty queue has places."""
-        return None if self.max_waiting is None else self.max_waiting - (self.max_waiting + 1) // (HELD_PER_FREE + 1)
 
     def check_room(self, client: str, count: int = 1) -> None:
         """
@@ -107,8 +127,10 @@ class EngineClient:
             )
 
     @contextmanager
-    def prepare(self, client: str, count: int) -> Iterator[None]:
+    def prepare(self, client: str, count: int, began: float) -> Iterator[None]:
         """A request of `count` sequences waits to be prepared: for the duration of the block they have places.
+
+        It came at `began`, see `Request`.
 
         Raises:
             QueueFull: see `check_room`.
@@ -118,7 +140,7 @@ class EngineClient:
         places = [object() for _ in range(count)]
         self._preparing += count
         for place in places:
-            self._take_place(place, client)
+            self._take_place(place, client, began)
         try:
             yield
         finally:
@@ -126,14 +148,14 @@ class EngineClient:
             for place in places:
                 self._free_place(place)
 
-    def _take_place(self, place: object, client: str) -> None:
-        self._places[place] = client
+    def _take_place(self, place: object, client: str, since: float) -> None:
+        self._places[place] = client, since
         self._held[client] += 1
 
     def _free_place(self, place: object) -> None:
         """Does nothing if it is free."""
-        client = self._places.pop(place, None)
-        if client is not None:
+        if place in self._places:
+            client, _ = self._places.pop(place)
             self._held[client] -= 1
             if not self._held[client]:
                 del self._held[client]
@@ -151,7 +173,7 @@ class EngineClient:
 
     def detach(self, reason: str) -> None:
         """The engine process is gone: every task that waits for it gets an error now."""
-        self._send = self.stats = None
+        self._send = self._stats = None
         self._owes_message = False
         self._attached.clear()
         self._observer.detached()
@@ -168,9 +190,9 @@ class EngineClient:
 
     def dispatch(self, message: Deltas) -> None:
         """Pass on what a cycle produced. Deltas without a waiting task belong to aborted requests."""
-        if message.stats.speculation is None and self.stats is not None:
-            message.stats.speculation = self.stats.speculation
-        self.stats = message.stats
+        if message.stats.speculation is None and self._stats is not None:
+            message.stats.speculation = self._stats.speculation
+        self._stats = message.stats
         self._owes_message = False
         self._observer.dispatched(message)
         for delta in message.deltas:
@@ -240,10 +262,11 @@ class EngineClient:
         if not self.is_available:
             raise EngineUnavailable("the engine is not running")
         self.check_room(requests[0].client, len(requests))
+        now = time.monotonic()
         self._observer.submitted(requests)  # before sending: the engine may then take this process's core
         for request in requests:
             self._running[request.request_id] = generation
-            self._take_place(request.request_id, request.client)
+            self._take_place(request.request_id, request.client, request.began or now)
             self._post(request)
 
     def complete(self, request_id: str, kept: int) -> None:

@@ -62,7 +62,7 @@ class Scheduler:
         return list(self.queue.in_order())
 
     def has_work(self) -> bool:
-        return bool(self.queue or self.running)
+        return bool(self.queue.since or self.running)
 
     def refusal(self, request: Request) -> str | None:
         """The reason why a request can never be served; None if it can."""
@@ -95,6 +95,8 @@ class Scheduler:
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
+        if request.began is not None:
+            sequence.times.queued = request.began
         self._sequences[request.request_id] = sequence
         self.queue.add(sequence)
 
@@ -110,11 +112,13 @@ class Scheduler:
     def schedule(self) -> CyclePlan:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
-        for sequence in self.queue.to_preempt(self.running):
+        for sequence in self.queue.to_preempt(self.running) if self.queue.since else ():
             self._preempt(sequence)
         given_way = self.cycle.preemptions
         decoding = self._grow_decodes()
-        if self.queue and self.cycle.preemptions == given_way:  # else KV is short: admitted requests would lose it too
+        if (
+            self.queue.since and self.cycle.preemptions == given_way
+        ):  # else KV is short: admitted requests would lose it too
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)

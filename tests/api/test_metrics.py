@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from eagle_server.api.generation import generate
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.metric_definitions import one_two_five
 from eagle_server.client.client import EngineClient
@@ -152,6 +153,27 @@ async def test_who_waits_and_for_how_long_is_the_engines_word(http: httpx.AsyncC
     await complete(http, prompt="abc", max_tokens=9)
     found = await scrape(http)
     assert (found["eagle_server_waiting_clients"], found["eagle_server_longest_wait_seconds"]) == (3, 12.5)
+
+
+async def test_who_is_being_prepared_waits_from_the_header_on(
+    http: httpx.AsyncClient, engine_client: EngineClient
+) -> None:
+    with engine_client.prepare("a", 3, time.monotonic() - 100):
+        found = await scrape(http)
+    assert (found["vllm:num_requests_waiting"], found["eagle_server_waiting_clients"]) == (3, 1)
+    assert found["eagle_server_longest_wait_seconds"] >= 100
+
+
+async def test_latencies_begin_with_the_header(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic() - 100
+    monkeypatch.setattr(generate, "began", lambda: began)
+    await complete(http, prompt="abc", max_tokens=9)
+    found = await scrape(http)
+    assert engine.requests[-1].began == began, "the engine's times begin there, too"
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert found[f"vllm:{name}_seconds_sum"] >= 100
 
 
 async def test_a_draft_that_is_never_accepted_is_a_gauge_and_a_reason(

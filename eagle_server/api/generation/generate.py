@@ -27,7 +27,7 @@ from eagle_server.api.guard.rate_limits import current_client, current_limits
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.access import request_id_of
-from eagle_server.api.telemetry.request_record import current_request, waited
+from eagle_server.api.telemetry.request_record import began, current_request, waited
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
     body, service = answer.body, answer.service
     states = {state.request.request_id: state for state in answer.states}
     client, limits = current_client.get(), current_limits.get()
-    requests = [replace(state.request, client=client) for state in answer.states]
+    requests = [replace(state.request, client=client, began=began()) for state in answer.states]
     prompt_tokens = answer.usage.prompt_tokens
     limits.check_prompt(prompt_tokens, body.prompt_param)
     timeout = service.timeout_of(body.timeout)

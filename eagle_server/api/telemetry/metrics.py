@@ -126,7 +126,7 @@ class ServerMetrics(Observer):
         if delta.token_ids:
             if record.newest_token is None:
                 record.first_token = now
-                self._defined.time_to_first_token.observe(now - record.submitted)
+                self._defined.time_to_first_token.observe(now - record.began)
             else:
                 self._defined.inter_token_latency.observe(now - record.newest_token)
             record.newest_token = now
@@ -189,7 +189,7 @@ class ServerMetrics(Observer):
         metrics.params_max_tokens.observe(request.sampling.max_tokens)
         if record.n is not None:
             metrics.params_n.observe(record.n)
-        metrics.e2e_latency.observe(record.ended - record.submitted)
+        metrics.e2e_latency.observe(record.ended - record.began)
         timing = record.last.timing if record.last is not None else None
         if timing is None:
             return

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -145,6 +146,44 @@ async def test_a_request_keeps_its_place_until_the_engine_has_answered_the_abort
     assert room(client) == 6
 
 
+def load(client: EngineClient) -> tuple[int, int, int]:
+    """Sequences and clients that wait, and the longest wait in whole seconds."""
+    assert client.stats is not None
+    return client.stats.waiting, client.stats.waiting_clients, int(client.stats.longest_wait)
+
+
+def says(client: EngineClient, running: int, **stats: float) -> None:
+    client.dispatch(Deltas([], replace(FakeEngine().stats(), running=running, **stats)))
+
+
+async def test_what_the_engine_has_not_read_or_answered_and_what_is_being_prepared_waits() -> None:
+    client, _ = attached(max_waiting=100)
+    assert client.stats is None
+    says(client, 0)
+    assert load(client) == (0, 0, 0)
+    now = time.monotonic()
+
+    def asked(client_name: str, seconds: int, count: int) -> list[Request]:
+        names = [f"{client_name}{i}" for i in range(count)]
+        return [replace(request(name), client=client_name, began=now - seconds) for name in names]
+
+    with client.submit(asked("a", 500, 3)), client.prepare("b", 2, now - 300):
+        assert load(client) == (5, 2, 500), "the engine is silent"
+        says(client, 1)
+        assert load(client) == (4, 2, 500)
+        says(client, 3)
+        assert load(client) == (2, 1, 300)
+        answer(client, "a0", "a1", "a2", reason=None)
+        says(client, 2, waiting=1, waiting_clients=1, longest_wait=2.0)  # the engine has preempted it
+        assert load(client) == (3, 1, 300)
+        with client.submit(asked("c", 200, 4)):
+            assert load(client) == (7, 2, 300)
+    says(client, 3)
+    assert load(client) == (4, 1, 200), "the aborts are not answered"
+    answer(client, *(f"a{i}" for i in range(3)), *(f"c{i}" for i in range(4)))
+    assert load(client) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("most", [1, 3, 6, 7, 8, 15, 100, 1024])
 def test_an_empty_queue_has_places_for_the_most_sequences_of_one_request(most: int) -> None:
     client = EngineClient(max_waiting=most)
@@ -161,7 +200,7 @@ def test_nobody_takes_more_than_seven_times_the_places_that_are_free_then(data: 
             name, count = data.draw(st.sampled_from("ab")), data.draw(st.integers(1, 30))
             try:
                 if data.draw(st.booleans()):
-                    stack.enter_context(client.prepare(name, count))
+                    stack.enter_context(client.prepare(name, count, 0.0))
                 else:
                     asked = [replace(request(f"{step}-{i}"), client=name) for i in range(count)]
                     stack.enter_context(client.submit(asked))
@@ -182,14 +221,14 @@ def test_nobody_takes_more_than_seven_times_the_places_that_are_free_then(data: 
 
 def test_a_full_client_learns_whose_places_are_taken() -> None:
     client, _ = attached(max_waiting=16)
-    with client.prepare("a", 14):
+    with client.prepare("a", 14, 0.0):
         with pytest.raises(
             QueueFull, match="14 of 14 sequences that wait are this client's, this request has 1, at most"
         ):
             client.check_room("a")
         client.check_room("b")
         with (
-            client.prepare("b", 2),
+            client.prepare("b", 2, 0.0),
             pytest.raises(QueueFull, match="16 sequences wait, this request has 1, at most 16"),
         ):
             client.check_room("c")

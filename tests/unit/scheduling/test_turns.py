@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +215,14 @@ def test_the_queue_says_how_many_clients_wait_and_for_how_long(clock: SimpleName
     assert waits(it) == (1, 3.0)
     it.abort("a from 12")
     assert waits(it) == (0, 0.0)
+
+
+def test_the_time_in_the_queue_begins_with_the_header() -> None:
+    it, began = scheduler(2000), time.monotonic() - 100
+    it.add(replace(request("a", range(4), max_tokens=1), began=began), GREEDY, frozenset())
+    (delta,) = cycle(it)[1]
+    assert delta.timing is not None
+    assert delta.timing.queue >= 100
 
 
 def test_a_preempted_request_waits_from_its_preemption_on(clock: SimpleNamespace) -> None:
