@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import ipaddress
 import json
+import random
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from eagle_tools.bench.bad_clients import (
     HOST,
     PATIENCE,
     drop,
+    drop_soon,
     endless,
     half_open,
     ignore,
@@ -66,6 +69,27 @@ def gzipped(port: int, content: bytes) -> str:
 def text(port: int, content: bytes) -> str:
     """Send a text to /tokenize."""
     return post(port, content, "/tokenize")
+
+
+def got(path: str) -> Callable[[int, bytes], str]:
+    """GET a path, without a key."""
+
+    def act(port: int, _: bytes) -> str:
+        connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            response.read()
+        finally:
+            connection.close()
+        return str(response.status)
+
+    return act
+
+
+def as_anybody(port: int, content: bytes) -> str:
+    """`post` on behalf of a client that nobody has seen before, as it says."""
+    return post(port, content, **{"x-forwarded-for": str(ipaddress.ip_address(random.getrandbits(32)))})
 
 
 def padded(size: int) -> Callable[[int], Body]:
@@ -195,6 +219,20 @@ def truncated(unit: str, size: int) -> Callable[[int], bytes]:
     return lambda _: json.dumps(body, ensure_ascii=False).encode()
 
 
+def long_stream(number: int) -> Body:
+    return plain(stream=True, max_tokens=900, prompt=f"{number}")(number)
+
+
+def many_sequences(number: int) -> Body:
+    """Most sequences that one request may have."""
+    return {"prompt": [f"{number} {letter}" for letter in "abcdefgh"], "n": 111, "max_tokens": 900}
+
+
+def places(number: int) -> Body:
+    """Of some n=64, of most one sequence."""
+    return plain(n=1 if number % 6 else 64, max_tokens=900)(number)
+
+
 def many_properties(number: int) -> Body:
     return {"type": "object", "properties": {f"p{number}_{i}": {"type": "string"} for i in range(1500)}}
 
@@ -218,6 +256,8 @@ LOADS: dict[str, Load] = {
     "nothing, few files": Load(plain(), None, clients=0, server="few files"),
     "nothing, with a key": Load(plain(), None, clients=0, server="key"),
     "nothing, TLS": Load(plain(), None, clients=0, server="TLS, few files"),
+    "40 streams": Load(long_stream, None, read, clients=40),
+    "40 streams, few files": Load(long_stream, None, read, clients=40, server="few files"),
     "nothing, 20 kB": Load(plain(), None, clients=0, neighbour=padded(20_000)),
     "nothing, 300 kB": Load(plain(), None, clients=0, neighbour=padded(300_000)),
     "nothing, regex": Load(plain(), None, clients=0, neighbour=new_regex),
@@ -239,6 +279,15 @@ LOADS: dict[str, Load] = {
     "timeout of 0.1 s, n=8": Load(plain(timeout=0.1, n=8), "plain x8"),
     "leave mid-stream": Load(plain(stream=True, max_tokens=900), "plain x8", leave, clients=8),
     "never read": Load(plain(max_tokens=900, logprobs=20, stream=True), "streams x8", ignore, clients=8),
+    "888 sequences, left at once": Load(many_sequences, "40 streams", drop_soon, clients=4),
+    # One client that takes what there is: running requests, places of the queue, connections, addresses.
+    "60 streams": Load(long_stream, "40 streams", read, clients=60),
+    "2,000 sequences": Load(places, "40 streams", clients=120),
+    "a new client each time": Load(plain(), "40 streams", as_anybody, clients=64),
+    "250 completions, few files": Load(plain(max_tokens=900), "40 streams, few files", clients=250, server="few files"),
+    "metrics, 8 at a time": Load(plain(), "nothing, with a key", got("/metrics"), clients=8, server="key"),
+    "probes, 50 at a time": Load(plain(), "nothing, with a key", got("/health_generate"), clients=50, server="key"),
+    "OpenAPI, 8 at a time": Load(plain(), "nothing, with a key", got("/openapi.json"), clients=8, server="key"),
     # Parameters of extreme size.
     "bad_words: 1,024 of 15 kB": Load(bad_words(*["x" * 15_000] * 1024), "plain", fixed=True),
     "bad_words: one of 100k": Load(bad_words(" x" * 100_000), "plain", fixed=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 
 HOST = "127.0.0.1"
 PATIENCE = 60.0  # seconds for one answer
@@ -84,6 +85,13 @@ def _sent(port: int, content: bytes, buffer: int | None = None, *, raw: bool = F
 def drop(port: int, content: bytes) -> str:
     """Send a request and disconnect."""
     _sent(port, content).close()
+    return "left"
+
+
+def drop_soon(port: int, content: bytes) -> str:
+    """Send a request, wait until the server has begun with it, and disconnect."""
+    with _sent(port, content):
+        time.sleep(0.03)
     return "left"
 
 
