@@ -18,7 +18,8 @@ MODULES = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
 
 # A part may import itself, the vocabulary, and what stands here: only what lies below it.
 # DEMO, require_extra: names of the package itself.
-VOCABULARY = {"algorithms", "request", "plan", "version", "hub", "tools.DEMO", "tools.require_extra"}
+VOCABULARY = {"algorithms", "request", "plan", "version", "hub", "turns", "machine"}
+VOCABULARY |= {"tools.DEMO", "tools.require_extra"}
 LOWEST = {"ops"}
 PEERS = {"models", "attention", "speculation", "cache"}
 ARROWS: dict[str, set[str]] = {
@@ -28,6 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "request": set(),
     "plan": set(),
     "hub": set(),
+    "turns": set(),
+    "machine": set(),
     "version": set(),
     "ops": set(),
     **{peer: LOWEST | PEERS for peer in PEERS},
@@ -211,7 +214,8 @@ def test_imports_point_down(path):
             assert is_in(module, *SEE_CONFIG), f"{module} imports config; only {sorted(SEE_CONFIG)} may, pass values"
         elif target not in {part} | VOCABULARY:
             assert target in (arrows or set()), f"{module} may not import {imported}"
-    foundation = {"config": {"config", "algorithms", "version"}, "request": set(), "plan": {"request"}, "hub": set()}
+    foundation = {"config": {"config", "algorithms", "version"}, "plan": {"request"}}
+    foundation |= {alone: set() for alone in ("request", "hub", "turns", "machine")}
     if part in foundation:
         assert {imported.partition(".")[0] for imported in own_imports(path)} <= foundation[part]
 

@@ -56,6 +56,8 @@ class EngineClient:
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
+        # The most sequences for which an empty queue has places.
+        self.most_at_once = None if max_waiting is None else max_waiting - (max_waiting + 1) // (HELD_PER_FREE + 1)
         self._observer = Observer()
         self.ready: Ready | None = None
         self._stats: EngineStats | None = None
@@ -107,11 +109,6 @@ class EngineClient:
         all requests have left.
         """
         return self._owes_message or bool(self._running or self._flushes)
-
-    @property
-    def most_at_once(self) -> int | None:
-        """The most sequences for which an empty queue has places."""
-        return None if self.max_waiting is None else self.max_waiting - (self.max_waiting + 1) // (HELD_PER_FREE + 1)
 
     def check_room(self, client: str, count: int = 1) -> None:
         """

@@ -92,7 +92,7 @@ class Engine:
         elif grammar is None or self._grammars is None:
             self._queue(request)
         else:
-            future = self._grammars.compile(grammar, request.cache_salt)
+            future = self._grammars.compile(grammar, request.cache_salt, request.client)
             self._compiling[request.request_id] = (request, future)
             if future.done():
                 self._end_compiling(request.request_id)
@@ -213,7 +213,7 @@ class Engine:
         kv, totals, first_drafts = self.scheduler.kv, self.scheduler.totals, self.worker.drafting.first_drafts
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.queue) + len(self._compiling),
+            waiting=len(self.scheduler.queue.since) + len(self._compiling),
             waiting_clients=self.scheduler.queue.waiting_clients,
             longest_wait=self.scheduler.queue.longest_wait,
             kv_slots_total=kv.allocator.num_pages * kv.page_size,
@@ -242,7 +242,7 @@ class Engine:
         """Drop the prefix cache. Does nothing if requests are running or waiting."""
         scheduler = self.scheduler
         if scheduler.has_work() or self._compiling:
-            waiting = len(scheduler.queue) + len(self._compiling)
+            waiting = len(scheduler.queue.since) + len(self._compiling)
             return Flushed(running=len(scheduler.running), waiting=waiting)
         free = scheduler.kv.allocator.free_pages
         scheduler.kv.clear()

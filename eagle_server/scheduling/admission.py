@@ -143,15 +143,12 @@ class RequestQueue:
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
         self._clients: dict[str, ClientQueue] = {}
-        self._since: dict[Sequence, float] = {}  # since when each waits, by time.monotonic(); the longest wait first
+        self.since: dict[Sequence, float] = {}  # since when each waits, by time.monotonic(); the longest wait first
         self._turn = 0  # of the newest request that has started
         self._turns: dict[str, int] = {}  # by client, the turn of its newest request
         self._starts = 0
         self.changed = False
         self.growth = OutputGrowth()
-
-    def __len__(self) -> int:
-        return len(self._since)
 
     def in_order(self, clients: Iterable[str] | None = None) -> Iterator[Sequence]:
         """The requests of these clients, or of all, that wait now, in the order of their turns."""
@@ -167,7 +164,7 @@ class RequestQueue:
     @property
     def longest_wait(self) -> float:
         """Seconds that the request that waits longest has waited, since it came or was preempted."""
-        since = next(iter(self._since.values()), None)
+        since = next(iter(self.since.values()), None)
         return 0.0 if since is None else time.monotonic() - since
 
     def add(self, sequence: Sequence) -> None:
@@ -180,7 +177,7 @@ class RequestQueue:
         queue = self._clients.setdefault(client, ClientQueue())
         insert(queue.requests, sequence)
         insort(queue.turns, sequence.turn)
-        self._since[sequence] = time.monotonic()
+        self.since[sequence] = time.monotonic()
         self.changed = True
 
     def remove(self, sequence: Sequence) -> None:
@@ -197,7 +194,7 @@ class RequestQueue:
         queue = self._clients[client]
         remove(queue.requests, sequence)
         number = queue.turns.pop(turn)
-        del self._since[sequence]
+        del self.since[sequence]
         if not queue.requests:
             del self._clients[client]
         if not self._clients:
@@ -294,7 +291,7 @@ class RequestQueue:
 
     def _prefer_the_oldest(self) -> None:
         """The client of the request that has waited longest is next."""
-        oldest = next(iter(self._since), None)
+        oldest = next(iter(self.since), None)
         if oldest is None:
             return
         queue, first = self._clients[oldest.request.client], min(self._clients.values(), key=FIRST)

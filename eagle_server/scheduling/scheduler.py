@@ -63,7 +63,7 @@ class Scheduler:
         return list(self.queue.in_order())
 
     def has_work(self) -> bool:
-        return bool(self.queue or self.running)
+        return bool(self.queue.since or self.running)
 
     def refusal(self, request: Request) -> str | None:
         """The reason why a request can never be served; None if it can."""
@@ -113,11 +113,13 @@ class Scheduler:
     def schedule(self) -> CyclePlan:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
-        for sequence in self.queue.to_preempt(self.running):
+        for sequence in self.queue.to_preempt(self.running) if self.queue.since else ():
             self._preempt(sequence)
         given_way = self.cycle.preemptions
         decoding = self._grow_decodes()
-        if self.queue and self.cycle.preemptions == given_way:  # else KV is short: admitted requests would lose it too
+        if (
+            self.queue.since and self.cycle.preemptions == given_way
+        ):  # else KV is short: admitted requests would lose it too
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from eagle_server.hub import HubError
+from eagle_server.machine import usable_memory
+from eagle_server.text.cuts import PIECE, cuts_of, special_around, splits_at_cuts
 from eagle_server.text.model_files import find_file, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -23,17 +26,23 @@ OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.
 
 _MEDIA = re.compile(r"image|img|video|audio|vision|media", re.IGNORECASE)
 _LONG = 1024  # token ids; decoding more takes a millisecond
-
+# UTF-8 bytes that are tokenized at once. A byte takes up to 160 bytes of memory, and two threads tokenize long texts;
+# freeing the tokens of more than 4 MiB holds the interpreter lock for more than 50 ms.
+MAX_PIECE_BYTES = min(2**22, usable_memory() // 16 // 160)
 
 logger = logging.getLogger(__name__)
 
 
 class TooManyTokens(ValueError):
-    """A text has more tokens than the caller takes."""
+    """A text has more tokens than the caller takes: at least `count`."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(f"{count} tokens")
+        super().__init__(f"at least {count} tokens")
         self.count = count
+
+
+class TextTooLong(ValueError):
+    """A text cannot be tokenized in pieces, and takes too much memory at once."""
 
 
 class Tokenizer(Protocol):
@@ -44,11 +53,16 @@ class Tokenizer(Protocol):
         """Characters of the longest vocabulary entry. A token's text is at most a few times as long."""
         ...
 
-    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = True, limit: int | None = None, last: int | None = None
+    ) -> list[int]:
         """Token ids of `text`. `special`: with the tokens that the model expects around a prompt, such as BOS.
+
+        `last`: only so many of the last ones, instead of a limit.
 
         Raises:
             TooManyTokens: there are more than `limit`.
+            TextTooLong: it would take too much memory.
         """
         ...
 
@@ -78,12 +92,45 @@ class FastTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.longest_piece = max(map(len, tokenizer.get_vocab()), default=1)
+        self._around = special_around(tokenizer) if splits_at_cuts(tokenizer) else None  # None: it takes no pieces
 
-    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = True, limit: int | None = None, last: int | None = None
+    ) -> list[int]:
+        cuts = cuts_of(text) if self._around is not None and len(text) > PIECE else []
+        if self._around is None or not cuts:
+            ids = self._encode(text, limit, special=special)
+            return ids if last is None else ids[-last:]
+        before, after = self._around if special else ([], [])
+        pieces = list(pairwise([0, *cuts, len(text)]))
+        if last is not None:
+            return self._last(text, pieces, last, (before, after))
+        ids = before.copy()
+        for begin, end in pieces:
+            ids += self._encode(text[begin:end], limit)
+            _check_count(len(ids) + len(after), limit)
+        return ids + after
+
+    def _last(
+        self, text: str, pieces: Sequence[tuple[int, int]], last: int, around: tuple[list[int], list[int]]
+    ) -> list[int]:
+        """The last tokens. The pieces before them are not tokenized."""
+        before, after = around
+        found = [after]
+        for begin, end in reversed(pieces):
+            if sum(map(len, found)) >= last:
+                break
+            found.append(self._encode(text[begin:end]))
+        else:
+            found.append(before)
+        return list(chain.from_iterable(reversed(found)))[-last:]
+
+    def _encode(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
+        """Token ids of a text at once."""
+        _check_bytes(text)
         # Unlike `encode`, this releases the interpreter lock, so other threads run while a long prompt is tokenized.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        if limit is not None and len(encoding) > limit:  # a list of millions would be made under the lock
-            raise TooManyTokens(len(encoding))
+        _check_count(len(encoding), limit)  # a list of millions would be made under the lock
         ids: list[int] = encoding.ids
         return ids
 
@@ -117,10 +164,14 @@ class TransformersTokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
         self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = True, limit: int | None = None, last: int | None = None
+    ) -> list[int]:
+        _check_bytes(text)
         ids = list(self._tokenizer.encode(text, add_special_tokens=special))
-        if limit is not None and len(ids) > limit:
-            raise TooManyTokens(len(ids))
+        if last is not None:
+            return ids[-last:]
+        _check_count(len(ids), limit)
         return ids
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
@@ -140,6 +191,16 @@ class TransformersTokenizer:
     @property
     def special(self) -> Mapping[int, str]:
         return {int(token_id): self.piece(token_id) or "" for token_id in self._tokenizer.all_special_ids}
+
+
+def _check_bytes(text: str) -> None:
+    if 4 * len(text) > MAX_PIECE_BYTES and (size := len(text.encode())) > MAX_PIECE_BYTES:
+        raise TextTooLong(f"{size} bytes that cannot be tokenized in pieces; at most {MAX_PIECE_BYTES} can at once")
+
+
+def _check_count(count: int, limit: int | None) -> None:
+    if limit is not None and count > limit:
+        raise TooManyTokens(count)
 
 
 def media_tokens(tokenizer: Tokenizer) -> frozenset[int]:

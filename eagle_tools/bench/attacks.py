@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import ipaddress
 import json
+import random
 import sys
 import threading
 import time
@@ -23,12 +25,14 @@ from eagle_tools.bench.bad_clients import (
     HOST,
     PATIENCE,
     drop,
+    drop_soon,
     endless,
     half_open,
     ignore,
     leave,
     read,
     slow_body,
+    tiny_chunks,
 )
 
 Body = dict[str, Any]
@@ -67,13 +71,46 @@ def text(port: int, content: bytes) -> str:
     return post(port, content, "/tokenize")
 
 
+def got(path: str) -> Callable[[int, bytes], str]:
+    """GET a path, without a key."""
+
+    def act(port: int, _: bytes) -> str:
+        connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            response.read()
+        finally:
+            connection.close()
+        return str(response.status)
+
+    return act
+
+
+def as_anybody(port: int, content: bytes) -> str:
+    """`post` on behalf of a client that nobody has seen before, as it says."""
+    return post(port, content, **{"x-forwarded-for": str(ipaddress.ip_address(random.getrandbits(32)))})
+
+
+def padded(size: int) -> Callable[[int], Body]:
+    """Fields that make a body longer and change nothing."""
+    return lambda _: {"user": "u" * size}
+
+
+def new_regex(number: int) -> Body:
+    """A regular expression that no other request has, although they all allow the same texts."""
+    word = "".join(chr(ord("a") + int(digit)) for digit in f"{number:010}")
+    return {"structured_outputs": {"regex": f"[a-z ]{{10}}|{word}"}, "ignore_eos": False}
+
+
 @dataclass(frozen=True)
 class Load:
     """Requests that compete with the measured client: `clients` at a time, each sent again after its answer.
 
     `baseline` names the load that the effect is compared with; None: this is a baseline. `body` gets a number that no
     other request has. A `fixed` body is built once, before the start, because building it takes long. `server` is a key
-    of `hostile.SERVERS`.
+    of `hostile.SERVERS`. `neighbour` gives fields of the measured client's requests, the same beside attack and
+    baseline; by default these are long enough to be prepared on a thread.
     """
 
     body: Callable[[int], Body | bytes]
@@ -82,6 +119,7 @@ class Load:
     clients: int = 1
     fixed: bool = False
     server: str = "default"
+    neighbour: Callable[[int], Body] = padded(6000)
 
 
 def plain(**fields: Any) -> Callable[[int], Body]:
@@ -174,6 +212,31 @@ def chunks(size: int) -> Callable[[int], bytes]:
     return lambda _: HEADER + b"transfer-encoding: chunked" + END + chunk * (2**20 // len(chunk))
 
 
+def truncated(unit: str, size: int) -> Callable[[int], bytes]:
+    """A prompt of this size that is truncated to one token. The tokenizer cannot cut it if its unit has no words."""
+    prompt = unit * (size // len(unit.encode()))
+    body = {"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": 1}
+    return lambda _: json.dumps(body, ensure_ascii=False).encode()
+
+
+def long_stream(number: int) -> Body:
+    return plain(stream=True, max_tokens=900, prompt=f"{number}")(number)
+
+
+def many_sequences(number: int) -> Body:
+    """Most sequences that one request may have."""
+    return {"prompt": [f"{number} {letter}" for letter in "abcdefgh"], "n": 111, "max_tokens": 900}
+
+
+def places(number: int) -> Body:
+    """Of some n=64, of most one sequence."""
+    return plain(n=1 if number % 6 else 64, max_tokens=900)(number)
+
+
+def many_properties(number: int) -> Body:
+    return {"type": "object", "properties": {f"p{number}_{i}": {"type": "string"} for i in range(1500)}}
+
+
 def long_prompt(number: int) -> Body:
     """A prompt of 4 MB that is truncated to one token."""
     return {"prompt": f"{number} words" * 350_000, "max_tokens": 1, "truncate_prompt_tokens": 1}
@@ -193,6 +256,11 @@ LOADS: dict[str, Load] = {
     "nothing, few files": Load(plain(), None, clients=0, server="few files"),
     "nothing, with a key": Load(plain(), None, clients=0, server="key"),
     "nothing, TLS": Load(plain(), None, clients=0, server="TLS, few files"),
+    "40 streams": Load(long_stream, None, read, clients=40),
+    "40 streams, few files": Load(long_stream, None, read, clients=40, server="few files"),
+    "nothing, 20 kB": Load(plain(), None, clients=0, neighbour=padded(20_000)),
+    "nothing, 300 kB": Load(plain(), None, clients=0, neighbour=padded(300_000)),
+    "nothing, regex": Load(plain(), None, clients=0, neighbour=new_regex),
     # Grammars: slow to match, slow to compile, ambiguous.
     "regex: 25 nested stars": Load(
         grammar("regex", lambda number: f"({number})?" + "(" * DEPTH + "[a-z ]" + "*)" * DEPTH), "plain"
@@ -211,6 +279,15 @@ LOADS: dict[str, Load] = {
     "timeout of 0.1 s, n=8": Load(plain(timeout=0.1, n=8), "plain x8"),
     "leave mid-stream": Load(plain(stream=True, max_tokens=900), "plain x8", leave, clients=8),
     "never read": Load(plain(max_tokens=900, logprobs=20, stream=True), "streams x8", ignore, clients=8),
+    "888 sequences, left at once": Load(many_sequences, "40 streams", drop_soon, clients=4),
+    # One client that takes what there is: running requests, places of the queue, connections, addresses.
+    "60 streams": Load(long_stream, "40 streams", read, clients=60),
+    "2,000 sequences": Load(places, "40 streams", clients=120),
+    "a new client each time": Load(plain(), "40 streams", as_anybody, clients=64),
+    "250 completions, few files": Load(plain(max_tokens=900), "40 streams, few files", clients=250, server="few files"),
+    "metrics, 8 at a time": Load(plain(), "nothing, with a key", got("/metrics"), clients=8, server="key"),
+    "probes, 50 at a time": Load(plain(), "nothing, with a key", got("/health_generate"), clients=50, server="key"),
+    "OpenAPI, 8 at a time": Load(plain(), "nothing, with a key", got("/openapi.json"), clients=8, server="key"),
     # Parameters of extreme size.
     "bad_words: 1,024 of 15 kB": Load(bad_words(*["x" * 15_000] * 1024), "plain", fixed=True),
     "bad_words: one of 100k": Load(bad_words(" x" * 100_000), "plain", fixed=True),
@@ -239,6 +316,23 @@ LOADS: dict[str, Load] = {
     "300 TLS handshakes": Load(lambda _: b"\x16\x03\x01", "nothing, TLS", half_open, server="TLS, few files"),
     "4 MB prompts": Load(long_prompt, "nothing", clients=16, fixed=True),
     "4 MB prompts, left": Load(long_prompt, "nothing", drop, clients=8, fixed=True),
+    "250 kB prompts": Load(
+        truncated("ab c", 250_000), "nothing, 20 kB", clients=60, fixed=True, neighbour=padded(20_000)
+    ),
+    "250 kB without words": Load(
+        truncated("ab_c", 250_000), "nothing, 20 kB", clients=60, fixed=True, neighbour=padded(20_000)
+    ),
+    "1 MB without words": Load(
+        truncated("ab_c", 1_000_000), "nothing, 300 kB", clients=24, fixed=True, neighbour=padded(300_000)
+    ),
+    "16 MB of emoji": Load(truncated("😀", 16_400_000), "nothing", clients=2, fixed=True),
+    "400 times tiny chunks": Load(
+        lambda _: HEADER + b"transfer-encoding: chunked" + END,
+        "nothing, 300 kB",
+        tiny_chunks,
+        neighbour=padded(300_000),
+    ),
+    "schemas of 1,500 names": Load(grammar("json", many_properties), "nothing, regex", clients=24, neighbour=new_regex),
     "tokenize flood": Load(lambda _: {"prompt": " " * 4_000_000}, "nothing", text, clients=24, fixed=True),
     # Prompts.
     "long prompts": Load(page, "8 short prompts"),

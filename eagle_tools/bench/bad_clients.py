@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 
 HOST = "127.0.0.1"
 PATIENCE = 60.0  # seconds for one answer
@@ -43,16 +44,21 @@ def slow_body(port: int, content: bytes) -> str:
     return _hold([_sent(port, content, raw=True) for _ in range(64)], b" ")
 
 
-def _hold(connections: list[socket.socket], byte: bytes) -> str:
-    """Keep connections open, send each a byte ten times a second, until the server has closed all."""
+def tiny_chunks(port: int, content: bytes) -> str:
+    """400 connections that send chunks of one byte, 1.6 MB/s together."""
+    return _hold([_sent(port, content, raw=True) for _ in range(400)], b"1\r\n \r\n" * 66)
+
+
+def _hold(connections: list[socket.socket], sent: bytes) -> str:
+    """Keep connections open, send each the same bytes ten times a second, until the server has closed all."""
     number = len(connections)
     while connections:
         readable, _, _ = select.select(connections, [], [], 0.1)
         closed = {connection for connection in readable if not _received(connection)}
         connections = [connection for connection in connections if connection not in closed]
-        for connection in connections if byte else ():
+        for connection in connections if sent else ():
             try:
-                connection.send(byte)
+                connection.send(sent)
             except OSError:
                 closed.add(connection)
     return f"closed {number}"
@@ -79,6 +85,13 @@ def _sent(port: int, content: bytes, buffer: int | None = None, *, raw: bool = F
 def drop(port: int, content: bytes) -> str:
     """Send a request and disconnect."""
     _sent(port, content).close()
+    return "left"
+
+
+def drop_soon(port: int, content: bytes) -> str:
+    """Send a request, wait until the server has begun with it, and disconnect."""
+    with _sent(port, content):
+        time.sleep(0.03)
     return "left"
 
 

@@ -20,13 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from eagle_tools import DEMO
-from eagle_tools.bench.attacks import LOADS
+from eagle_tools.bench.attacks import LOADS, Load
 from eagle_tools.bench.load import Workload, ask
 from eagle_tools.bench.rich_output import Console, Progress, Table
 from eagle_tools.bench.servers import BenchError, Server, running
@@ -34,7 +35,7 @@ from eagle_tools.bench.soak import family
 
 PROMPTS: list[str] = json.loads((DEMO / "prompts.json").read_text())
 BOUND, GRACE = 2.0, 0.05  # the neighbour may be twice as slow as beside the baseline, and 50 ms more
-PADDING = 6000  # bytes of the neighbour's bodies, so that they are prepared on a thread
+SOURCE = "127.0.0.2"  # the neighbour's address; the attacks come from 127.0.0.1
 PATIENCE = 20.0  # seconds; an answer that takes longer is a stall
 SETTLE = 10.0  # seconds after an attack, within which the server must be idle and answer
 KEY = "neighbour"
@@ -96,29 +97,31 @@ class Neighbour:
 
     def __init__(self, streams: int) -> None:
         self.streams = streams
-        self._texts: dict[str, str] = {}
+        self._texts: dict[tuple[str, object], str] = {}
+        self._asked = count()
 
-    def ask(self, server: Server, index: int, phase: Phase) -> None:
+    def ask(self, server: Server, index: int, phase: Phase, load: Load) -> None:
         """One answer, added to the phase."""
         prompt, start = PROMPTS[index % len(PROMPTS)][:60], time.perf_counter()
+        workload = Workload((), 24, 0.8, seed=index, fields=load.neighbour(next(self._asked)))
         try:
-            answer = ask(server, prompt, Workload((), 24, 0.8, seed=index, padding=PADDING), timeout=PATIENCE)
+            answer = ask(replace(server, source=SOURCE), prompt, workload, timeout=PATIENCE)
         except (OSError, ValueError, BenchError) as error:
             phase.faults.append(f"the neighbour got {type(error).__name__}: {error}")
         else:
             phase.gaps.extend(answer.gaps)
-            if self._texts.setdefault(prompt, answer.text) != answer.text:
+            if self._texts.setdefault((prompt, load.neighbour), answer.text) != answer.text:
                 phase.faults.append("the neighbour's text changed")
         phase.seconds.append(time.perf_counter() - start)
 
-    def measure(self, server: Server, seconds: float, phase: Phase) -> None:
+    def measure(self, server: Server, seconds: float, phase: Phase, load: Load) -> None:
         """Answers for a number of seconds; at least one per client."""
         end = time.monotonic() + seconds
 
         def client(number: int) -> None:
             index = number
             while index == number or (time.monotonic() < end and not phase.faults):
-                self.ask(server, index % (4 * self.streams), phase)
+                self.ask(server, index % (4 * self.streams), phase, load)
                 index += self.streams
 
         threads = [threading.Thread(target=client, args=(number,)) for number in range(self.streams)]
@@ -138,7 +141,7 @@ def disturb(name: str, server: Server, seconds: float, seed: int, neighbour: Nei
             raise BenchError(f"{name} did not start")
         process.stdin.write("go\n")
         process.stdin.flush()
-        neighbour.measure(server, seconds, phase)
+        neighbour.measure(server, seconds, phase, LOADS[name])
         process.kill()
         phase.others.update(line.strip() for line in process.stdout)
     phase.faults.extend(f"status {got}" for got in phase.others if got.startswith("5"))
@@ -260,7 +263,7 @@ def run(arguments: argparse.Namespace, console: Console) -> list[Effect]:
                 kind = LOADS[name].server
                 if kind not in servers:
                     servers[kind] = SERVERS[kind].start(kind, stack, arguments.server_flags)
-                    neighbour.measure(servers[kind], arguments.seconds, Phase())  # warms up
+                    neighbour.measure(servers[kind], arguments.seconds, Phase(), LOADS[name])  # warms up
                 if not any(phase.faults for phase in phases[name]):  # a fault is no noise: once is enough
                     phases[name].append(disturb(name, servers[kind], arguments.seconds, turn, neighbour))
                     if phases[name][-1].faults:

@@ -8,9 +8,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -69,7 +69,7 @@ class Measurement:
 class Workload:
     """The requests, the same for every server. A prompt is a text or token ids; `seed` is the first request's.
 
-    `model`: its name, which some routers need. `padding`: bytes that make the body longer and change nothing.
+    `model`: its name, which some routers need. `fields`: further ones of every body.
     """
 
     prompts: tuple[str | list[int], ...]
@@ -77,7 +77,7 @@ class Workload:
     temperature: float
     seed: int = 0
     model: str | None = None
-    padding: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,6 @@ def ask(
     """
     body = {
         **({} if workload.model is None else {"model": workload.model}),
-        **({"user": "u" * workload.padding} if workload.padding else {}),
         "prompt": prompt,
         "max_tokens": workload.max_tokens,
         "temperature": workload.temperature,
@@ -181,6 +180,7 @@ def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,  # to count each event's tokens; routers drop vLLM's continuous_usage_stats
+        **workload.fields,
     }
     connection = server.connect(timeout)
     try:

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle_server.engine.assembly.machine import usable_cores
+from eagle_server.machine import usable_cores
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools import DEMO
 from eagle_tools.bench.figures import save, subplots

@@ -33,6 +33,7 @@ class ServerAddress:
     host: str = field(default="127.0.0.1", kw_only=True)
     key: str = field(default="", kw_only=True)
     tls: ssl.SSLContext | None = field(default=None, kw_only=True)
+    source: str = field(default="", kw_only=True)  # the address that connections come from; "": any
 
     @classmethod
     def of(cls, url: str) -> ServerAddress:
@@ -53,9 +54,12 @@ class ServerAddress:
 
     def connect(self, timeout: float) -> http.client.HTTPConnection:
         """A new connection."""
+        source = (self.source, 0)
         if self.tls is None:
-            return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
-        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout, context=self.tls)
+            return http.client.HTTPConnection(self.host, self.port, timeout, source)
+        return http.client.HTTPSConnection(
+            self.host, self.port, timeout=timeout, source_address=source, context=self.tls
+        )
 
     def get(self, path: str) -> dict[str, Any]:
         """GET a JSON document."""

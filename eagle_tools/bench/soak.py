@@ -1,4 +1,8 @@
-"""python -m eagle_tools.bench.soak: many clients, some of which leave early; memory and KV must not grow."""
+"""python -m eagle_tools.bench.soak: many clients, some of which leave early; memory and KV must not grow.
+
+With --attacks the attacks of `eagle_tools.bench.hostile` run meanwhile, so many at a time for ATTACK_SECONDS each. They
+come from another address, and no answer of the clients may be wrong or refused for them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,19 @@ import http.client
 import json
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from eagle_tools import DEMO
+from eagle_tools.bench.attacks import LOADS
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import Leaving, Workload, ask
 from eagle_tools.bench.rich_output import Console, Progress, Table
@@ -27,6 +35,8 @@ IDLE_SECONDS = 60.0  # after the last answer, within which the engine must becom
 API_SECONDS = "eagle_server_api_seconds"
 ENGINE_SECONDS = ("vllm:request_queue_time_seconds", "vllm:request_inference_time_seconds")
 PAUSE = 0.01  # seconds, so that the server has finished the request for its metrics
+ATTACK_SECONDS = 20.0
+SOURCE = "127.0.0.2"  # the clients' address; attacks come from 127.0.0.1
 WARM = 0.25  # share of the time; memory growth in it is caches and pools that fill
 
 
@@ -135,6 +145,47 @@ class Soak:
             if not (last.running or last.waiting or last.kv_used):
                 return
             time.sleep(0.2)
+
+
+class Attacks:
+    """Processes that attack a server, `count` at a time, until the end of the `with` block."""
+
+    def __init__(self, server: Server, count: int) -> None:
+        self._server, self._count = server, count
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        names = cycle([name for name, load in LOADS.items() if load.baseline and load.server == "default"])
+        running = deque[subprocess.Popen[str]]()
+        while self._count and not self._ends.is_set():
+            if len(running) == self._count:
+                end(running.popleft())
+            running.append(self._attack(next(names)))
+            self._ends.wait(ATTACK_SECONDS / self._count)
+        for process in running:
+            end(process)
+
+    def _attack(self, name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "eagle_tools.bench.attacks", name, str(self._server.port)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def family(pid: int) -> list[int]:
@@ -263,6 +314,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--leaving", type=float, default=0.2, help="share of requests whose client leaves within five events (0.2)"
     )
+    parser.add_argument("--attacks", type=int, default=0, help="attacks at a time (0)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
     parser.add_argument("server_flags", nargs="*", help="after --: flags of the server")
     arguments = parser.parse_args(argv)
@@ -273,8 +325,9 @@ def main(argv: Sequence[str]) -> int:
         with running("soak", arguments.server_flags) as server:
             added = overhead(server, 200)
             start = time.monotonic()
-            with Progress(console=console) as progress:
-                record = Soak(server, arguments.streams, requests, seconds, arguments.leaving).run(progress)
+            clients = replace(server, source=SOURCE)
+            with Progress(console=console) as progress, Attacks(server, arguments.attacks):
+                record = Soak(clients, arguments.streams, requests, seconds, arguments.leaving).run(progress)
             elapsed = time.monotonic() - start
     except (BenchError, OSError) as error:
         print(f"soak: {error}", file=sys.stderr)

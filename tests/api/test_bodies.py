@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,14 +19,7 @@ from fastapi import Response
 from eagle_server.api.endpoints import completions, tokens
 from eagle_server.api.guard import body as body_module
 from eagle_server.api.guard.admission import Admission
-from eagle_server.api.guard.body import (
-    LARGE_BODY,
-    MAX_BODY_BYTES,
-    MAX_LARGE,
-    MAX_TEXTS_WAITING,
-    SHORT_BODY,
-    process_text,
-)
+from eagle_server.api.guard.body import LARGE_BODY, MAX_BODY_BYTES, MEDIUM_BODY, SHORT_BODY, process_text
 from eagle_server.api.schemas import base
 from eagle_server.api.schemas.base import JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.completion import CompletionRequest
@@ -209,6 +204,12 @@ LONG_TEXT = "a" * 5000
 COUNTS = {"/tokenize": {"prompt": LONG_TEXT}, "/detokenize": {"tokens": [97] * 5000}}
 
 
+def of_another_client(http: httpx.AsyncClient) -> httpx.AsyncClient:
+    """A client of the same server, with another address."""
+    app = http._transport.app  # type: ignore[attr-defined]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=("127.0.0.2", 1)), base_url=http.base_url)
+
+
 @pytest.mark.parametrize("path", COUNTS)
 async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
@@ -222,11 +223,9 @@ async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
         return respond(content)
 
     monkeypatch.setattr(tokens, "json_response", held)
-    flood = [asyncio.create_task(http.post(path, json=COUNTS[path])) for _ in range(MAX_TEXTS_WAITING + 8)]
+    flood = [asyncio.create_task(http.post(path, json=COUNTS[path])) for _ in range(72)]
     try:
-        refused = 0
-        while refused < 8:
-            refused = sum(task.done() for task in flood)
+        while body_module._held["127.0.0.1"] < 72 * 5000:
             await asyncio.sleep(0.01)
         answer = await http.post("/v1/completions", json={"prompt": "abc", "user": LONG_TEXT, "max_tokens": 3})
         assert answer.json()["choices"][0]["text"] == "abc"
@@ -234,10 +233,7 @@ async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
     finally:
         gate.set()
     answers = await asyncio.gather(*flood)
-    assert sorted(each.status_code for each in answers) == [200] * MAX_TEXTS_WAITING + [429] * 8
-    error = next(each.json()["error"] for each in answers if each.status_code == 429)
-    assert (error["code"], "long texts" in error["message"]) == ("queue_full", True)
-    assert (await http.post(path, json=COUNTS[path])).status_code == 200
+    assert {each.status_code for each in answers} == {200}
 
 
 async def test_the_text_of_a_client_that_left_is_not_tokenized() -> None:
@@ -255,8 +251,10 @@ async def test_the_text_of_a_client_that_left_is_not_tokenized() -> None:
     assert done == ["third"]
 
 
-async def test_all_bodies_together_are_bounded(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 50_000)
+async def test_bodies_are_bounded_and_one_client_leaves_room_for_the_next(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 100_000)
     gate = asyncio.Event()
 
     async def halted() -> AsyncIterator[bytes]:
@@ -272,12 +270,14 @@ async def test_all_bodies_together_are_bounded(http: httpx.AsyncClient, monkeypa
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "large bodies" in refused.json()["error"]["message"]
     assert (await http.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
+    async with of_another_client(http) as other:
+        assert (await other.post("/v1/completions", json=large)).status_code == 200
     gate.set()
     assert (await first).status_code == 200
     assert (await http.post("/v1/completions", json=large)).status_code == 200
     assert (await http.post("/v1/completions", content=b"[" * 100_000)).status_code == 503
     assert (await http.post("/v1/completions", content=b"[" * 10_000)).status_code == 400
-    assert body_module._held_bytes == 0
+    assert not body_module._held_bytes and not body_module._held
 
 
 class Clients:
@@ -302,6 +302,12 @@ class Clients:
         content = {"prompt": "abc", "user": user + "x" * size, "max_tokens": 3, **body}
         return asyncio.create_task(self.http.post("/v1/completions", json=content))
 
+    async def until_preparing(self, count: int) -> None:
+        """Wait until so many requests wait to be prepared, or are."""
+        async with asyncio.timeout(60):
+            while self.service.client._preparing < count:
+                await asyncio.sleep(0.01)
+
     async def until(self, begun: int) -> None:
         async with asyncio.timeout(60):
             while len(self.begun) < begun:
@@ -325,14 +331,30 @@ async def test_the_memory_of_large_requests_is_given_back(clients: Clients, monk
 
 
 async def test_an_ordinary_prompt_does_not_wait_for_large_ones(clients: Clients) -> None:
-    large = [clients.send(f"held {number} ", LARGE_BODY) for number in range(MAX_LARGE)]
+    large = [clients.send(f"held {number} ", LARGE_BODY) for number in range(16)]
     await clients.until(1)
     assert (await clients.send("ordinary")).json()["choices"][0]["text"] == "abc"
-    one_more = await clients.send("too many", LARGE_BODY)
-    assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "queue_full")
     assert len(clients.begun) == 2
     clients.gate.set()
     assert {answer.status_code for answer in await asyncio.gather(*large)} == {200}
+
+
+@pytest.mark.parametrize("size", [2 * SHORT_BODY, 2 * MEDIUM_BODY, LARGE_BODY], ids=["short", "medium", "large"])
+async def test_a_client_waits_for_one_prompt_of_each_other_client(
+    clients: Clients, http: httpx.AsyncClient, size: int
+) -> None:
+    flood = [clients.send(f"held {number} ", size) for number in range(24)]
+    await clients.until_preparing(24)
+    async with of_another_client(http) as other:
+        clients.http = other
+        two = [clients.send(f"other {number} ", size) for number in range(2)]
+        await clients.until_preparing(26)
+        clients.gate.set()
+        answers = await asyncio.gather(*flood, *two)
+    assert {answer.status_code for answer in answers} == {200}
+    order = [user.partition(" x")[0] for user in clients.begun]
+    assert [place for place, user in enumerate(order) if user.startswith("other")] == [1, 3]
+    assert [user for user in order if user.startswith("held")] == [f"held {number}" for number in range(24)]
 
 
 async def test_a_short_prompt_does_not_wait_for_long_ones(clients: Clients) -> None:
@@ -361,8 +383,7 @@ async def test_what_its_client_has_left_is_not_prepared(clients: Clients) -> Non
     first = clients.send("held")
     await clients.until(1)
     left = [clients.send("left") for _ in range(20)]
-    while clients.service.client._preparing != 21:
-        await asyncio.sleep(0.01)
+    await clients.until_preparing(21)
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
@@ -387,8 +408,7 @@ async def test_a_server_that_stops_prepares_nothing_more(clients: Clients) -> No
     first = clients.send("held")
     await clients.until(1)
     waiting = [clients.send("waits") for _ in range(5)]
-    while clients.service.client._preparing != 6:
-        await asyncio.sleep(0.01)
+    await clients.until_preparing(6)
     drained = asyncio.create_task(clients.admission.drain())
     await asyncio.sleep(0)
     clients.gate.set()
@@ -396,3 +416,31 @@ async def test_a_server_that_stops_prepares_nothing_more(clients: Clients) -> No
     assert (await first).status_code == 200
     await drained
     assert len(clients.begun) == 1
+
+
+async def test_a_body_counts_with_the_memory_of_its_texts(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text with one emoji takes four bytes for every character."""
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 100_000)
+    body = {"prompt": "abc", "max_tokens": 3}
+    assert (await http.post("/v1/completions", json={**body, "user": "u" * 20_000})).status_code == 200
+    for text in ("u" * 20_000 + "😀", "u" * 20_000 + "é"):
+        for content in (json.dumps({**body, "user": text}), json.dumps({**body, "user": text}, ensure_ascii=False)):
+            refused = await http.post("/v1/completions", content=content.encode())
+            assert (refused.status_code, "large bodies" in refused.json()["error"]["message"]) == (503, True)
+    assert not body_module._held_bytes
+
+
+@pytest.mark.parametrize(("memory", "held"), [(1000 * 2**20, 125 * 2**20), (2000 * 2**20, 250 * 2**20)])
+def test_bounds_follow_the_memory_of_the_container(memory: int, held: int) -> None:
+    """All that is held, and two texts that are tokenized at once at 160 bytes a byte, take a quarter."""
+    command = (
+        "import json, eagle_server.machine as machine; machine.usable_memory = lambda: {}\n"
+        "from eagle_server.api.guard import body; from eagle_server.text import tokenizer\n"
+        "print(json.dumps([body.MAX_HELD_BYTES, tokenizer.MAX_PIECE_BYTES]))"
+    )
+    found = subprocess.run([sys.executable, "-c", command.format(memory)], check=True, capture_output=True).stdout
+    bodies, piece = json.loads(found)
+    assert bodies == held
+    assert bodies + 2 * 160 * piece <= memory // 4

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from eagle_server.api import connection
 from eagle_server.api.guard import connections
 from eagle_server.api.guard.connections import (
     MOST_CONNECTIONS,
@@ -141,7 +143,7 @@ class Clock:
 
     def move(self, seconds: float) -> None:
         self._now += seconds
-        close_overdue(self._running.connections)  # as the server does about once a second
+        close_overdue(self._running.connections, most_unread=2 * LARGE)  # as the server does about once a second
 
 
 @pytest.fixture
@@ -152,8 +154,11 @@ def clock(running: Running, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @contextlib.asynccontextmanager
-async def connected(port: int, sent: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def connected(
+    port: int, sent: bytes, address: str = "127.0.0.1"
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client's connection from this address."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
     writer.write(sent)
     yield reader, writer
     writer.close()
@@ -226,6 +231,94 @@ async def test_long_answers_and_kept_connections_have_their_time(running: Runnin
         await running.until(lambda found: found[0].wait is Wait.REQUEST)
         clock.move(1.1)
         assert await reader.read() == b""
+
+
+async def test_reading_a_little_wins_no_time(running: Running, clock: Clock) -> None:
+    async with connected(running.port, get("/large")) as (reader, _), asyncio.timeout(PATIENCE):
+        await reader.readuntil(b"\r\n\r\n")
+        await running.until(lambda found: found[0].wait is Wait.READING)
+        for _ in range(3):  # what is read comes out of the system's buffers, and the server sends as much more
+            await reader.readexactly(16 * 2**20)
+            await turns(50)
+            clock.move(0.9)
+        assert len(running.connections) == 1
+        connection = running.connections[0]
+        for less in (0, 3000, 3000):
+            size = connection.transport.get_write_buffer_size() - less
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(connection.transport), "get_write_buffer_size", lambda _, size=size: size)
+                clock.move(0.4)
+        await running.until(lambda found: not found)
+
+
+async def test_of_too_many_unread_answers_the_largest_goes(running: Running, clock: Clock) -> None:
+    async with (
+        connected(running.port, get("/large")) as (first, _),
+        connected(running.port, get("/large")) as (second, _),
+        asyncio.timeout(PATIENCE),
+    ):
+        await running.until(lambda found: [each.wait for each in found] == [Wait.READING] * 2)
+        await second.readexactly(16 * 2**20)
+        await turns(50)
+        close_overdue(running.connections, most_unread=2 * LARGE)
+        assert len(running.connections) == 2
+        close_overdue(running.connections, most_unread=LARGE)
+        await running.until(lambda found: len(found) == 1)
+        await second.readexactly(LARGE - 16 * 2**20)
+        del first
+
+
+async def test_a_stream_that_nobody_reads_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "SEND_SECONDS", 0.05)
+    ended = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[tuple[bytes, bool], None]:
+        try:
+            while True:
+                yield b"x" * 2**20, True
+        finally:
+            ended.set()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        events = endless()
+        first = asyncio.ensure_future(anext(events))
+        await connection.EventStream(first, events, lambda _: b"")(scope, receive, send)
+
+    server = HttpServer(app)
+    with listen("127.0.0.1", 0) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        async with connected(listener.getsockname()[1], get("/")) as (reader, _), asyncio.timeout(PATIENCE):
+            await ended.wait()
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(2**20):
+                    pass
+        server.should_exit = True
+        await task
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+# --- What is no HTTP, and what is ambiguous ---
+
+
+async def test_what_is_no_http_gets_an_error_object_and_is_counted(running: Running) -> None:
+    counted = []
+    running.server._on_malformed = lambda: counted.append(1)
+    async with connected(running.port, b"hello\r\n\r\n") as (reader, _), asyncio.timeout(PATIENCE):
+        head, body = (await reader.read()).split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: application/json" in head.lower()
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert counted == [1]
+
+
+async def test_a_body_with_a_length_and_chunks_ends_its_connection(port: int) -> None:
+    doubled = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    async with connected(port, doubled + get("/")) as (reader, _), asyncio.timeout(PATIENCE):
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200") == 1 and b"connection: close" in answers.lower()
 
 
 # --- Which connections are closed past the bound ---
@@ -426,8 +519,38 @@ async def test_tiny_chunks_leave_others_their_turns(
         assert "/slow answered" not in application.seen
         assert application.seen[-1] == "/quick answered"
         await answers(slow, 1)
-    assert max(turns) <= max(connections.CHUNKED_PART, len(get("/quick")))
+    chunk = size + len(b"\r\n\r\n") + len(b"%x" % size)
+    assert max(turns) <= max(connections.CHUNKED_LINES // 2 * chunk, len(get("/quick")))
     assert sorted(application.bodies) == sorted([b"", body])
+
+
+async def test_an_address_waits_for_one_part_of_each_other_address(
+    bodies: tuple[Bodies, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many connections others have, and in few turns if its chunks are not tiny."""
+    application, port = bodies
+    monkeypatch.setattr(connections, "TURN_SECONDS", 0.0)
+    parsed, parse = list[str](), connections.BoundedConnection.parse_part
+
+    def noted(connection: connections.BoundedConnection) -> bool:
+        parsed.append(connection.address)
+        return parse(connection)
+
+    monkeypatch.setattr(connections.BoundedConnection, "parse_part", noted)
+    body = os.urandom(6000)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE):
+        for _ in range(40):
+            await stack.enter_async_context(connected(port, posted("/flood", CHUNKED) + chunked(bytes(20_000), 1)[:-5]))
+        while application.seen.count("/flood") < 40:
+            await asyncio.sleep(0)
+        honest = posted("/honest", CHUNKED) + chunked(body, 2000)
+        reader, _ = await stack.enter_async_context(connected(port, honest, "127.0.0.2"))
+        await answers(reader, 1)
+    assert body in application.bodies
+    turns = [place for place, address in enumerate(parsed) if address == "127.0.0.2"]
+    between = parsed[turns[0] : turns[-1]]
+    assert len(turns) <= 4
+    assert between.count("127.0.0.1") <= len(turns)
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 333, 10**9])

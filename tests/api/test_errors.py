@@ -378,7 +378,8 @@ async def test_token_ids_of_special_tokens_are_allowed(http: httpx.AsyncClient) 
         (
             "/tokenize",
             json.dumps({"prompt": "a" * (2**19 + 1)}),
-            "the maximum length of a text that is only tokenized is 524288 tokens, however the text has 524289",
+            "the maximum length of a text that is only tokenized is 524288 tokens, "
+            "however the text has at least 524289",
         ),
     ],
 )

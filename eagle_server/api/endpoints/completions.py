@@ -11,7 +11,7 @@ from eagle_server.api.connection import event
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
 from eagle_server.api.generation.prepare import Prepared, prepare
-from eagle_server.api.generation.prompts import check_token_ids, encode, token_limit
+from eagle_server.api.generation.prompts import check_token_ids, encode
 from eagle_server.api.generation.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.generation.response_parts import (
     Encoded,
@@ -131,10 +131,10 @@ def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> Iterato
     Raises:
         ApiError: a prompt is empty or too long, or has a token outside the vocabulary.
     """
-    tokenizer = service.spelling.tokenizer
+    tokenizer, limit, last = service.spelling.tokenizer, ready.max_request_tokens, body.truncate_prompt_tokens
     for source in body.prompts:
         if isinstance(source, str):
-            token_ids, text = encode(source, tokenizer, token_limit(body, ready), "prompt", special=True), source
+            token_ids, text = encode(source, tokenizer, limit, "prompt", special=True, last=last), source
         else:
             check_token_ids("prompt", source, ready.vocab_size)
             token_ids, text = source, tokenizer.decode(source) if body.echo else ""

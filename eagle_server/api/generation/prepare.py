@@ -16,7 +16,7 @@ import msgspec
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format, tool_use
-from eagle_server.api.generation.prompts import check_token_ids, encode, refuse_media, render, token_limit, too_long
+from eagle_server.api.generation.prompts import check_token_ids, encode, refuse_media, render, too_long
 from eagle_server.api.generation.request_state import OutputDelta, Prompt, RequestState, TextOptions
 from eagle_server.api.generation.response_parts import check_scores, possible_scores
 from eagle_server.api.schemas.chat import ChatRequest
@@ -159,8 +159,8 @@ def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) 
     Raises:
         ApiError: it is too long.
     """
-    param, special = body.name("messages"), service.chat_template.adds_special
-    token_ids = encode(text, service.spelling.tokenizer, token_limit(body, ready), param, special=special)
+    param, special, last = body.name("messages"), service.chat_template.adds_special, body.truncate_prompt_tokens
+    token_ids = encode(text, service.spelling.tokenizer, ready.max_request_tokens, param, special=special, last=last)
     if not token_ids:
         raise bad_request("the prompt is empty: it has no tokens", param, "invalid_value")
     yield Prompt(token_ids)

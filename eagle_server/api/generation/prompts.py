@@ -9,11 +9,9 @@ from eagle_server.api.generation.request_state import Prompt
 from eagle_server.api.schemas.base import TEXT_ONLY
 from eagle_server.api.schemas.chat import Message, Rendering
 from eagle_server.api.schemas.generation import GenerationBody
-from eagle_server.request import Ready
 from eagle_server.text.chat_template import ChatTemplate, Conversation, TemplateError
-from eagle_server.text.tokenizer import Tokenizer, TooManyTokens
+from eagle_server.text.tokenizer import TextTooLong, Tokenizer, TooManyTokens
 
-MAX_CHARACTERS = 2**22  # of a prompt; the tokenizer frees the tokens of a longer one for more than 50 ms under the lock
 CHARACTERS_PER_PIECE = 4  # a normalizer may compose characters, so a token's source text may be longer than the token
 
 
@@ -37,11 +35,6 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
         raise bad_request(str(error), rendering.name(error.param), "invalid_value") from None
 
 
-def token_limit(body: GenerationBody, ready: Ready) -> int:
-    """Most tokens of a prompt before the body's truncation."""
-    return ready.max_request_tokens if body.truncate_prompt_tokens is None else MAX_CHARACTERS
-
-
 def encode(
     text: str,
     tokenizer: Tokenizer,
@@ -49,25 +42,26 @@ def encode(
     param: str,
     *,
     special: bool,
+    last: int | None = None,
     limited: str = "this model's maximum context length",
 ) -> list[int]:
-    """Token ids of a text. `limited` is the limit's name in errors.
+    """Token ids of a text, or only its `last` ones, however many it has. `limited` is the limit's name in errors.
 
     Raises:
-        ApiError: the text has more than `limit` tokens. A text that is certainly too long is not tokenized.
+        ApiError: the text has more than `limit` tokens, or cannot be tokenized in the memory that there is. A text that
+            is certainly too long is not tokenized.
     """
     most = limit * tokenizer.longest_piece * CHARACTERS_PER_PIECE
-    if len(text) > most:
+    if last is None and len(text) > most:
         message = f"the prompt has {len(text)} characters; {limit} tokens never stand for more than {most}"
         raise bad_request(message, param, "context_length_exceeded")
-    if len(text) > MAX_CHARACTERS:
-        message = f"the prompt has {len(text)} characters; at most {MAX_CHARACTERS} are tokenized"
-        raise bad_request(message, param, "context_length_exceeded")
     try:
-        return tokenizer.encode(text, special=special, limit=limit)
+        return tokenizer.encode(text, special=special, limit=None if last else limit, last=last)
     except TooManyTokens as error:
-        message = f"{limited} is {limit} tokens, however the text has {error.count}"
-        raise bad_request(message, param, "context_length_exceeded") from None
+        message = f"{limited} is {limit} tokens, however the text has at least {error.count}"
+    except TextTooLong as error:
+        message = f"the prompt has {error}"
+    raise bad_request(message, param, "context_length_exceeded")
 
 
 def too_long(tokens: int, max_tokens: int, limit: int, body: GenerationBody) -> ApiError:

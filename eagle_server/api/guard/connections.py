@@ -14,9 +14,9 @@ import resource
 import select
 import socket
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from http import HTTPStatus
 from weakref import WeakKeyDictionary
 
 import h11
@@ -25,15 +25,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from eagle_server.api.connection import ABORT
+from eagle_server.api.errors import bad_request
+from eagle_server.api.guard.addresses import address_of
+from eagle_server.turns import Turns
+
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/guard/body.py
+LEAST_READ = 2**16  # bytes of an answer, or its rest, that a client must read in that time
 READING_SECONDS = 10.0  # if a client reads nothing for so long, its answer may be cut when connections are needed
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
 HTTP2_PREFACE = b"PRI * HTTP/2.0"
 TURN_SECONDS = 0.002  # parsing time of all connections together in one turn
 REST_SECONDS = 0.004  # between turns, for everything else: long bodies take a third of a core at most
-PART = 2**16  # bytes of a body of known length that are parsed at once
-CHUNKED_PART = 256  # the same for a body in chunks: 40 chunks of one byte take 3 ms
+PART = 2**16  # bytes of a body that are parsed at once
+CHUNKED_LINES = 80  # lines of a body in chunks that are parsed at once: two per chunk, and 40 chunks take 3 ms
 SHORT_BODY = 2**18  # bytes; a body that is longer, or of unknown length, is parsed in turns
 FIRST_CHECK_SECONDS = 0.1  # after a client has closed its sending side: until it is seen whether it is gone
 SOON_SECONDS, RARELY_SECONDS = 0.01, 1.0  # the next check after an interim answer, and the longest time between checks
@@ -60,47 +66,53 @@ class Wait(IntEnum):
     NOTHING = 4  # the server has a request to answer
 
 
-class _Turns:
-    """The connections with input that is not parsed yet. They take turns, and leave time for everything else."""
+class _Parsing:
+    """The connections with input that is not parsed yet. Addresses take turns, and leave time for everything else."""
 
     def __init__(self) -> None:
-        self._waiting: deque[BoundedConnection] = deque()
+        self._waiting = Turns[BoundedConnection]()
         self._is_scheduled = False
 
-    def add(self, connection: BoundedConnection, delay: float = 0.0) -> None:
+    def add(self, connection: BoundedConnection) -> None:
         """Parse more of its input later. Adding it again changes nothing."""
-        if connection not in self._waiting:
-            self._waiting.append(connection)
+        self._waiting.add(connection.address, connection)
         if not self._is_scheduled:
             self._is_scheduled = True
-            connection.loop.call_later(delay, self._run)
+            connection.loop.call_soon(self._run)
 
     def _run(self) -> None:
-        self._is_scheduled, end = False, time.monotonic() + TURN_SECONDS
-        while self._waiting:
-            connection = self._waiting.popleft()
-            if connection.parse_part():
-                self._waiting.append(connection)
-            if self._waiting and time.monotonic() >= end:
-                self.add(self._waiting[0], REST_SECONDS)
-                return
+        end = time.monotonic() + TURN_SECONDS
+        try:
+            while self._waiting:
+                connection = self._waiting.next()
+                if connection.parse_part():
+                    self._waiting.add(connection.address, connection)
+                if time.monotonic() >= end:
+                    break
+        finally:
+            self._is_scheduled = bool(self._waiting)
+            if self._is_scheduled:
+                asyncio.get_running_loop().call_later(REST_SECONDS, self._run)
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_parsing: WeakKeyDictionary[asyncio.AbstractEventLoop, _Parsing] = WeakKeyDictionary()
 
 
 class BoundedConnection(H11Protocol):
     """A connection that records since when it waits for its client, and parses its input in parts."""
 
+    on_malformed: Callable[[], None] | None = None  # called when what was received is no HTTP
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._since = time.monotonic()
-        self._unsent = 0
+        self._unsent = 0  # bytes that its client had not read when it last read enough of them
         self._received = bytearray()  # and not parsed
         self._before = b""  # the last bytes that were parsed
         self._body_left = 0  # bytes of the body that are to come, if its length is known
         self._ignored = 0
         self._is_half_closed = False
         self._probed: object = None  # the newest request for which an interim answer was sent
+        self.app_state = {**self.app_state, ABORT: transport.abort}
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
@@ -148,12 +160,21 @@ class BoundedConnection(H11Protocol):
         if state is h11.SEND_BODY:
             # The body's length is unknown if its header came with the end of the previous request.
             known = self._body_left if self._body_left > 0 else PART
-            size = CHUNKED_PART if self._is_chunked else min(PART, known)
+            size = self._chunked_part() if self._is_chunked else min(PART, known)
         elif state is h11.IDLE and (end := _HEADER_END.search(self._before + self._received)):
             size = max(1, end.end() - len(self._before))
         part = bytes(self._received[:size])
         del self._received[:size]
         return part
+
+    def _chunked_part(self) -> int:
+        """How many bytes of a body in chunks to parse next. Its cost is by chunk, whatever their size."""
+        end = 0
+        for _ in range(CHUNKED_LINES):
+            end = self._received.find(b"\n", end, PART) + 1
+            if not end:
+                return PART
+        return end
 
     def _count_body(self, part: bytes, *, in_header: bool) -> None:
         """Count the body's bytes that are still to come. Close the connection if too many come after the answer."""
@@ -188,6 +209,20 @@ class BoundedConnection(H11Protocol):
         if self._received:
             self._wait_for_turn()
         self._close_if_done()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP with the API's error object, and count it."""
+        if self.on_malformed is not None:
+            self.on_malformed()
+        body = bad_request(msg, code="invalid_http").body
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        parts = [
+            h11.Response(status_code=HTTPStatus.BAD_REQUEST, headers=[*headers, (b"connection", b"close")]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. If a whole request waits for its answer, the connection stays open for that.
@@ -243,7 +278,12 @@ class BoundedConnection(H11Protocol):
         return not is_answered and self.conn.their_state is not h11.SEND_BODY
 
     def _wait_for_turn(self) -> None:
-        _turns.setdefault(self.loop, _Turns()).add(self)
+        _parsing.setdefault(self.loop, _Parsing()).add(self)
+
+    @property
+    def address(self) -> str:
+        """The client's, or the proxy's."""
+        return address_of({"client": self.client})
 
     @property
     def wait(self) -> Wait:
@@ -259,9 +299,10 @@ class BoundedConnection(H11Protocol):
     def is_overdue(self, now: float) -> bool:
         """Whether its client has sent and read nothing useful for too long. Called about once a second."""
         unsent = self.transport.get_write_buffer_size()
-        if (self.wait is Wait.NOTHING and not self.transport.is_closing()) or unsent < self._unsent:
-            self._since = now
-        self._unsent = unsent
+        is_reading = bool(self._unsent) and unsent <= max(0, self._unsent - LEAST_READ)
+        if is_reading or (self.wait is Wait.NOTHING and not self.transport.is_closing()):
+            self._since, self._unsent = now, unsent
+        self._unsent = max(self._unsent, unsent)
         return now - self._since > REQUEST_SECONDS
 
     def _close_others(self, count: int) -> None:
@@ -276,12 +317,23 @@ class BoundedConnection(H11Protocol):
             connection.transport.abort()
 
 
-def close_overdue(connections: Iterable[asyncio.Protocol]) -> None:
-    """Close the connections whose clients are overdue, whatever they still have to send."""
+def close_overdue(connections: Iterable[asyncio.Protocol], most_unread: int) -> None:
+    """Close the connections whose clients are overdue, whatever they still have to send.
+
+    If unread answers have more than `most_unread` bytes together, also those with the largest ones.
+    """
     now = time.monotonic()
-    for connection in list(connections):
-        if isinstance(connection, BoundedConnection) and connection.is_overdue(now):
-            connection.transport.abort()
+    bounded = [connection for connection in connections if isinstance(connection, BoundedConnection)]
+    overdue = [connection for connection in bounded if connection.is_overdue(now)]
+    unread = [(each.transport.get_write_buffer_size(), id(each), each) for each in bounded]
+    total = sum(size for size, *_ in unread)
+    for size, _, connection in sorted(unread, reverse=True) if total > most_unread else ():
+        if total <= most_unread:
+            break
+        overdue.append(connection)
+        total -= size
+    for connection in overdue:
+        connection.transport.abort()
 
 
 def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
@@ -291,17 +343,20 @@ def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
             connection.transport.abort()
 
 
-class CloseUnlessContinued:
-    """ASGI middleware: an answer to `expect: 100-continue` that does not wait for the body ends the connection.
+class CloseIfAmbiguous:
+    """ASGI middleware: ends a connection after an answer if it is ambiguous where the next request begins.
 
-    The client may then send the body or not, so the server could not tell the body from the next request.
+    That is so if the client sent `expect: 100-continue` and the answer did not wait for the body, which may come or
+    not, and if the body had both a length and chunks (RFC 9112, section 6.1).
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or Headers(scope=scope).get("expect", "").lower() != "100-continue":
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        is_doubled = "content-length" in headers and "transfer-encoding" in headers
+        if not is_doubled and headers.get("expect", "").lower() != "100-continue":
             await self._app(scope, receive, send)
             return
         is_read = False
@@ -312,7 +367,7 @@ class CloseUnlessContinued:
             return await receive()
 
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and not is_read:
+            if message["type"] == "http.response.start" and (is_doubled or not is_read):
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 

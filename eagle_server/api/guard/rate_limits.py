@@ -82,15 +82,13 @@ class ClientLimits:
         return self._token_refusal(1)
 
     @contextmanager
-    def running(self, client: str) -> Iterator[None]:
-        """A request of `client` runs for the duration of the block, in which `current_limits` and `current_client` are
-        set."""
+    def running(self) -> Iterator[None]:
+        """A request runs for the duration of the block, in which `current_limits` is set."""
         self._running += 1
-        limits, name = current_limits.set(self), current_client.set(client)
+        limits = current_limits.set(self)
         try:
             yield
         finally:
-            current_client.reset(name)
             current_limits.reset(limits)
             self._running -= 1
 

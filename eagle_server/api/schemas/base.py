@@ -94,12 +94,18 @@ class Body(Part):
     expected: ClassVar[dict[str, str]] = {}
 
     _size: int = PrivateAttr(0)
+    _memory: int = PrivateAttr(0)
     _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Size of the JSON text in bytes."""
         return self._size
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its texts take at most: a single emoji makes every character of a text four bytes long."""
+        return self._memory
 
     def name(self, parameter: str) -> str:
         """A parameter's name in errors. It differs if this body was translated from another API's."""
@@ -244,6 +250,7 @@ def parse(model: type[B], body: bytes) -> B:
     for name, problem in request.problems():
         raise bad_request(f"{name} {problem}", name, "invalid_value")
     request._size = len(body)
+    request._memory = len(body) * (1 if body.isascii() and b"\\u" not in body else 4)
     return request
 
 

@@ -54,7 +54,8 @@ class EngineRequestRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. `status` is 0 until the response starts. `key` is the name of its API key, "" without one."""
+    """One HTTP request. `status` is 0 until the response starts, and that of the error or 499 if a stream did not come
+    to its end. `key` is the name of its API key, "" without one."""
 
     request_id: str
     method: str

@@ -14,8 +14,8 @@ from eagle_server.attention.batches import MIXED_CHUNKS, MIXED_ROWS
 from eagle_server.attention.flashinfer.modules import HEAD_DIMS, MissingModuleError, warn_of_another_toolkit
 from eagle_server.config import Config, ConfigError
 from eagle_server.engine.assembly import backends
-from eagle_server.engine.assembly.machine import usable_cores, usable_memory
 from eagle_server.engine.engine_config import Backend
+from eagle_server.machine import usable_cores, usable_memory
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.triton_support import NoCompilerError

@@ -23,10 +23,10 @@ from eagle_server.engine.assembly.devices import (
     threads_for,
 )
 from eagle_server.engine.assembly.follow import assemble_follower
-from eagle_server.engine.assembly.machine import stay_on_one_node
 from eagle_server.engine.assembly.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
+from eagle_server.machine import stay_on_one_node
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import dtype_name, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading

@@ -21,9 +21,9 @@ from eagle_server.engine.assembly.devices import (
     resolve_backend,
     resolve_device,
 )
-from eagle_server.engine.assembly.machine import usable_memory
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
+from eagle_server.machine import usable_memory
 from eagle_server.models.checkpoints.drafts.load_draft import detect, draft_files
 from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.checkpoints.quantized import read_quantization, with_dequantized

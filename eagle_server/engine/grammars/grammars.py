@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from queue import LifoQueue
 
 import llguidance
@@ -20,6 +21,7 @@ from eagle_server.engine.grammars.check import GrammarCheck, limits
 from eagle_server.engine.grammars.matcher import LLGuidanceMatcher, MaskBudget
 from eagle_server.request import Grammar, GrammarError
 from eagle_server.text.token_spelling import byte_alphabet
+from eagle_server.turns import Lane
 
 CACHED = 256  # grammars
 _CHECKS = 2  # processes, so that one slow grammar does not delay the others
@@ -110,7 +112,7 @@ class Grammars:
     ) -> None:
         """`ends`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._ends = read, vocab_size, tuple(ends)
-        self._checking = ThreadPoolExecutor(_CHECKS, thread_name_prefix="grammar")
+        self._checking = Lane(_CHECKS, "grammar")
         self._checks = LifoQueue[GrammarCheck]()  # the one that runs already comes first
         for _ in range(_CHECKS):
             self._checks.put(GrammarCheck(vocab_size))
@@ -119,15 +121,16 @@ class Grammars:
         self._tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]] | None = None
         self._cache: OrderedDict[tuple[Grammar, str | None], Future[CompiledGrammar]] = OrderedDict()
 
-    def compile(self, grammar: Grammar, salt: str | None = None) -> Future[CompiledGrammar]:
+    def compile(self, grammar: Grammar, salt: str | None = None, client: str = "") -> Future[CompiledGrammar]:
         """A future of the compiled grammar. Its exception is a GrammarError if the grammar is invalid.
 
+        Clients take turns. A grammar that two of them wait for is compiled when it is the first one's turn.
         Requests with different salts share no grammar: the time would reveal which grammars others use.
         """
         key = (grammar, salt)
         future = self._cache.get(key)
         if future is None or _may_succeed_later(future):
-            future = self._cache[key] = self._checking.submit(self._compile, grammar, self.preload())
+            future = self._cache[key] = self._checking.submit(client, partial(self._compile, grammar, self.preload()))
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
@@ -141,7 +144,7 @@ class Grammars:
     def preload(self) -> Future[tuple[llguidance.LLTokenizer, Vocabulary]]:
         """Start to read the model's tokens, once, and a process that checks grammars."""
         if self._tokens is None:
-            self._tokens = self._checking.submit(self._read_tokens)
+            self._tokens = self._checking.submit("", self._read_tokens)
         return self._tokens
 
     def _read_tokens(self) -> tuple[llguidance.LLTokenizer, Vocabulary]:

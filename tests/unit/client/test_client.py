@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -260,6 +261,25 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
             await client.until_available()
         assert len(list(tmp_path.iterdir())) == 3
         assert await tokens(client, request("a")) == list(b"abcabc")
+
+
+async def test_a_restart_without_a_directory_for_sockets_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, failures = tempfile.mkdtemp, []
+
+    def fails_once(**options: str) -> str:
+        if not failures:
+            failures.append(options)
+            raise FileNotFoundError(2, "No such file or directory", "/gone")
+        return make(**options)
+
+    async with supervised() as (client, supervisor):
+        monkeypatch.setattr(tempfile, "mkdtemp", fails_once)
+        supervisor.kill()
+        async with asyncio.timeout(PATIENCE):
+            while client.is_available:
+                await asyncio.sleep(0.01)
+            await client.until_available()
+        assert failures and await tokens(client, request("a")) == list(b"abcabc")
 
 
 async def test_the_engine_leaves_signals_to_its_parent() -> None:

@@ -32,7 +32,7 @@ def test_an_abort_cancels_no_compilation_of_another_salt() -> None:
     assert engine._grammars is not None
     free = Event()
     for _ in range(_CHECKS):
-        engine._grammars._checking.submit(free.wait)
+        engine._grammars._checking.submit("", free.wait)
     try:
         for salt in ("a", "b"):
             engine.add(request(salt, [5, 6], max_tokens=4, grammar=GRAMMARS["regex"], cache_salt=salt))

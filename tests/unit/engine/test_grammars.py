@@ -404,6 +404,29 @@ def test_requests_with_different_salts_share_no_compiled_grammar(grammars: Gramm
     assert len({future.result().source for future in futures}) == 1
 
 
+def test_clients_take_turns_at_having_their_grammars_compiled(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, proceed, check = Queue[str](), threading.Semaphore(0), GrammarCheck.check
+
+    def held(self: GrammarCheck, grammar: Grammar) -> str:
+        begun.put(grammar.source)
+        assert proceed.acquire(timeout=PATIENCE)
+        return check(self, grammar)
+
+    monkeypatch.setattr(GrammarCheck, "check", held)
+    flood = [Grammar(kind="regex", source=f"flood{number}") for number in range(24)]
+    futures = [grammars.compile(each, client="flood") for each in flood]
+    order = [begun.get(timeout=PATIENCE) for _ in range(2)]
+    futures.append(grammars.compile(Grammar(kind="regex", source="other"), client="other"))
+    for _ in range(23):
+        proceed.release()
+        order.append(begun.get(timeout=PATIENCE))
+    assert order.index("other") <= 3
+    proceed.release(2)
+    assert all(future.result(PATIENCE).source for future in futures)
+
+
 def test_a_grammar_that_nobody_waits_for_is_not_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, proceed, check = Queue[str](), threading.Event(), GrammarCheck.check
 

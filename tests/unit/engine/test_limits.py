@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.engine.assembly.machine import stay_on_one_node, usable_cores, usable_memory
+from eagle_server.machine import stay_on_one_node, usable_cores, usable_memory
 
 
 @pytest.fixture(autouse=True)
