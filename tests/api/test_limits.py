@@ -77,7 +77,7 @@ async def test_more_requests_than_may_wait_are_turned_away(http: httpx.AsyncClie
 async def test_a_client_that_fills_the_queue_leaves_places_for_the_next(
     http: httpx.AsyncClient, engine: FakeEngine, engine_client: EngineClient
 ) -> None:
-    engine_client.max_waiting = 16
+    engine_client.max_waiting, engine_client.most_at_once = 16, 14
     app = http._transport.app  # type: ignore[attr-defined]
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False, client=("192.0.2.1", 1))
     async with (
