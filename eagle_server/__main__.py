@@ -117,7 +117,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
         return _fail(error.strerror or str(error), TEMPORARY_STATUS if is_temporary else CONFIGURATION_STATUS)
     try:
         if config.server.url_file is not None:
-            Path(config.server.url_file).expanduser().write_text(f"{_url(config)}\n", encoding="utf-8")
+            _write_url(config, config.server.url_file)
         tokenizer_path = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(tokenizer_path)
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
@@ -126,6 +126,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
         password = config.server.ssl_keyfile_password
         server = HttpServer(
             app,
+            on_malformed=app.state.on_malformed,
             ssl_certfile=config.server.ssl_certfile,
             ssl_keyfile=config.server.ssl_keyfile,
             ssl_keyfile_password=None if password is None else password.get_secret_value(),
@@ -148,6 +149,17 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     finally:
         if app.state.tracing is not None:
             app.state.tracing.close()
+
+
+def _write_url(config: Config, path: str) -> None:
+    """
+    Raises:
+        OSError: the file cannot be written; the message names it.
+    """
+    try:
+        Path(path).expanduser().write_text(f"{_url(config)}\n", encoding="utf-8")
+    except OSError as error:
+        raise OSError(f"--url-file {path} cannot be written: {error.strerror}") from None
 
 
 def _url(config: Config) -> str:

@@ -129,7 +129,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
     If `speculative` is False, no tokens are drafted; the text is the same either way. If `trees` is True, the deltas
     contain the draft trees. Requests with different values of `cache_salt` share no cached KV and never draft from each
-    other's text; None is a value of its own. Requests of different clients (`client`) take turns.
+    other's text; None is a value of its own. Requests of different clients (`client`) take turns. `began`: when the
+    header of the HTTP request came, by time.monotonic(), which all processes of a machine share; None: there was none.
     """
 
     request_id: str
@@ -141,6 +142,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     trees: bool = False
     cache_salt: str | None = None
     client: str = ""
+    began: float | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -188,7 +190,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a request in the engine, in seconds: waiting for its first cycle, computing the prompt, decoding."""
+    """Times of a request in seconds: waiting for its first cycle since it came, computing the prompt, decoding."""
 
     queue: float
     prefill: float

@@ -16,10 +16,12 @@ from eagle_server.api.endpoints.messages import MESSAGES
 from eagle_server.api.endpoints.responses import RESPONSES
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
 from eagle_server.api.generation.generate import generating_route
+from eagle_server.api.guard.addresses import TrustedProxies
 from eagle_server.api.guard.admission import Admission, AdmissionMiddleware
 from eagle_server.api.guard.keys import ApiKeys
 from eagle_server.api.guard.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.guard.rate_limits import LIMIT_HEADERS, ClientLimits
+from eagle_server.api.inspection import Probe
 from eagle_server.api.openapi import openapi
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
@@ -44,7 +46,7 @@ OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/me
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
-    """The application for `client`. The routes share `state.service`, and count in `state.metrics`.
+    """The application for `client`. The routes share `state.service`.
 
     `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded, and `state.admission` can
     be drained.
@@ -59,7 +61,8 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     tracing = _tracing(config)
     app = _application()
     app.state.service, app.state.admission = service, Admission()
-    app.state.metrics, app.state.tracing = metrics, tracing
+    app.state.pages, app.state.probe, app.state.tracing = exposition.Pages(metrics.registry), Probe(client), tracing
+    app.state.on_malformed = metrics.malformed
     _add_middleware(app, config, service, metrics, tracing)
     install_handlers(app)
     return app
@@ -67,10 +70,9 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
 
 def _application() -> FastAPI:
     """An application with all routes, and nothing else yet."""
-    # FastAPI's own documentation page loads scripts from other servers.
-    app = FastAPI(title="eagle_server", openapi_url=docs_page.DOCUMENT, docs_url=None, redoc_url=None)
-    docs_page.add_docs_page(app)
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
+    # FastAPI's own documentation page loads scripts from other servers, and its document is encoded for each client.
+    app = FastAPI(title="eagle_server", openapi_url=None, docs_url=None, redoc_url=None)
+    docs_page.add_docs_page(app, openapi)
     for router in ROUTERS:
         app.include_router(router)
     return app
@@ -112,6 +114,8 @@ def _add_middleware(
             expose_headers=[REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, *RETRY_AFTER, *LIMIT_HEADERS],
         )
     app.add_middleware(RequestId)
+    if config.server.forwarded_allow_ips:
+        app.add_middleware(TrustedProxies, trusted_hosts=list(config.server.forwarded_allow_ips))
 
 
 def _limits(config: Config) -> ClientLimits:

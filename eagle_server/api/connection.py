@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+ABORT = "abort"  # what closes the request's connection at once, in the state of its scope
+
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still here\n\n"  # clients ignore it; proxies see that the connection lives
 
@@ -65,6 +67,13 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _disconnect(scope: Scope, receive: Receive) -> None:
+    """Close the connection of a client that does not read, if the HTTP server says how."""
+    if (abort := scope["state"].get(ABORT)) is not None:
+        abort()
+        await _disconnection(receive)  # an answer that ends unfinished on an open connection is an error in the log
+
+
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -97,6 +106,8 @@ class EventStream(Response):
         try:
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._send_all(send, comments))
+        except TimeoutError:
+            await _disconnect(scope, receive)
         finally:
             await cancelled(self._first, *([comments] if comments else []))
             await self._events.aclose()
@@ -132,11 +143,8 @@ class EventStream(Response):
             wanted = next(sending)  # most data is accepted at once, without the cost of a timeout
         except StopIteration:
             return
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await _Rest(sending, wanted)
-        except TimeoutError:
-            raise ClientDisconnect from None
+        async with asyncio.timeout(SEND_SECONDS):
+            await _Rest(sending, wanted)
 
 
 @dataclass(frozen=True)

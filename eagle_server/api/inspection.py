@@ -40,7 +40,6 @@ PROBE_SECONDS = 20.0  # as in SGLang
 
 router = APIRouter(route_class=HeadRoute)
 STARTED = int(time.time())
-_probes = count()
 
 
 class Model(msgspec.Struct):
@@ -137,16 +136,10 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """200 if a token is generated in time. The probe may wait in a busy engine, so any request's token counts."""
+    """200 if a token is generated in time. Who asks while the engine is being asked waits for that answer."""
     _check_health(request)
-    client = service_of(request).client
-    before = client.stats.generated_tokens if client.stats else 0
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            await while_connected(request.receive, _generate_one(client))
-    except TimeoutError:
-        if client.stats is None or client.stats.generated_tokens <= before:
-            raise unavailable(f"no token was generated within {PROBE_SECONDS:g} seconds") from None
+    probe: Probe = request.app.state.probe
+    await while_connected(request.receive, probe.answer())
     return json_response(Health("ok"))
 
 
@@ -233,16 +226,46 @@ def _check_health(request: Request) -> None:
         raise unavailable("the engine died and is starting again" if started else "the engine is starting")
 
 
-async def _generate_one(client: EngineClient) -> None:
-    probe = EngineRequest(
-        request_id=f"health-{next(_probes)}",
-        prompt_token_ids=[0],
-        sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0),
-    )
-    async with aclosing(client.generate(probe)) as deltas:  # type: ignore[type-var]
-        async for delta in deltas:
-            if delta.error is not None:
-                raise unavailable(f"generation failed: {delta.error}")
+class Probe:
+    """Asks the engine for a token: one request at a time, however many clients ask."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client, self._count = client, count()
+        self._running: asyncio.Task[None] | None = None
+
+    async def answer(self) -> None:
+        """Wait until a token is generated.
+
+        Raises:
+            ApiError: status 503, none is in time, or generation failed.
+            EngineUnavailable: there is no engine.
+            QueueFull: too many requests are waiting.
+        """
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._ask())
+            self._running.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have left
+        await asyncio.shield(self._running)
+
+    async def _ask(self) -> None:
+        """The request may wait in a busy engine, so any request's token counts."""
+        before = self._client.stats.generated_tokens if self._client.stats else 0
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._generate_one()
+        except TimeoutError:
+            if self._client.stats is None or self._client.stats.generated_tokens <= before:
+                raise unavailable(f"no token was generated within {PROBE_SECONDS:g} seconds") from None
+
+    async def _generate_one(self) -> None:
+        request = EngineRequest(
+            request_id=f"health-{next(self._count)}",
+            prompt_token_ids=[0],
+            sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0),
+        )
+        async with aclosing(self._client.generate(request)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise unavailable(f"generation failed: {delta.error}")
 
 
 def _model(service: Service) -> Model:

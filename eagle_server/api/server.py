@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from eagle_server.api.guard.admission import Admission
 from eagle_server.api.guard.connections import (
     BoundedConnection,
-    CloseUnlessContinued,
+    CloseIfAmbiguous,
     abort_all,
     close_overdue,
     most_connections,
@@ -28,6 +28,7 @@ from eagle_server.api.guard.connections import (
 from eagle_server.api.unix_socket import UnixListener
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
+from eagle_server.machine import usable_memory
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ ABORT_SECONDS = 5  # left for uvicorn to end the connections that were aborted t
 INTERRUPTED_STATUS = 130
 TEMPORARY_STATUS = os.EX_TEMPFAIL  # 75: the same configuration may work later
 TEMPORARY_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
+MOST_UNREAD = min(512 * 2**20, usable_memory() // 8)  # bytes of all answers that clients have not read
 FEWEST_FILES = 40  # that must be allowed: 30 are too few for the pipes and sockets to the engine
 TICKS_PER_SECOND = 10  # uvicorn's
 
@@ -147,23 +149,26 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         *,
+        on_malformed: Callable[[], None] | None = None,
         ssl_certfile: str | None = None,
         ssl_keyfile: str | None = None,
         ssl_keyfile_password: str | None = None,
     ) -> None:
-        """The arguments are uvicorn's.
+        """The arguments are uvicorn's. `on_malformed` is called for each request that is no HTTP.
 
         Raises:
             ValueError: files and password do not fit each other.
         """
+        self._on_malformed = on_malformed
         super().__init__(
             uvicorn.Config(
-                CloseUnlessContinued(app),
+                CloseIfAmbiguous(app),
                 lifespan="off",
                 # On h11. httptools is 0.2 ms faster. But it does not limit headers, and it drops the body of a request
                 # that offers an upgrade to HTTP/2, as Java's own client does.
                 http=BoundedConnection,
                 ws="none",
+                proxy_headers=False,  # uvicorn would believe everybody on this machine
                 log_config=None,
                 log_level="warning",
                 access_log=False,  # telemetry/access.py logs more
@@ -184,7 +189,9 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def connection() -> BoundedConnection:
-            return BoundedConnection(self.config, self.server_state, self.lifespan.state)
+            made = BoundedConnection(self.config, self.server_state, self.lifespan.state)
+            made.on_malformed = self._on_malformed
+            return made
 
         def room() -> int:
             return most_connections() - len(self.server_state.connections)
@@ -194,7 +201,7 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SECOND == 0:
-            close_overdue(self.server_state.connections)
+            close_overdue(self.server_state.connections, MOST_UNREAD)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -242,7 +249,7 @@ class Lifecycle:
         """Serve; return the process's exit status.
 
         Raises:
-            EngineFailed: the engine could not be started.
+            EngineFailed: the engine could not be started, or ended while it had its last requests.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
@@ -259,9 +266,12 @@ class Lifecycle:
                 engine.result()
             if stopping.done():
                 logger.info("shutting down: %d requests to finish", self._admission.active)
+                self._supervisor.drain()
                 await self._admission.drain()
             server.should_exit = True
             await http
+            if engine.done():
+                engine.result()
             return 0
         finally:
             for task in (engine, http, stopping, ready):

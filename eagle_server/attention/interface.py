@@ -245,6 +245,14 @@ class AttentionBackend(Protocol):
         ...
 
     @property
+    def plans_on_device(self) -> bool:
+        """Whether captured forwards of several rows are planned from lengths on the device.
+
+        The host's lengths may then be out of date.
+        """
+        ...
+
+    @property
     def native_caches(self) -> Sequence[tuple[Tensor, Tensor]] | None:
         """Keys and values of each layer, if native kernels attend to them in every forward; else None."""
         ...

@@ -26,6 +26,7 @@ class NativeAttention:
     pool: Pool
     native_caches: tuple[tuple[Tensor, Tensor], ...]
     ragged_trees: ClassVar[bool] = True
+    plans_on_device: ClassVar[bool] = False
     graph_key: ClassVar[None] = None
 
     @classmethod

@@ -66,6 +66,7 @@ class TorchNativeAttention:
 
     pool: Pool
     native_caches: ClassVar[None] = None
+    plans_on_device: ClassVar[bool] = False
     graph_key: ClassVar[None] = None
 
     @property

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace
+
 from eagle_server.client.observer import Observer
 from eagle_server.request import Abort, Deltas, EngineStats, FlushCache, Flushed, Inbound, Ready, Request, TokenDelta
 
 Send = Callable[[Inbound], None]
+
+# The queue's places: a client may hold this many times as many as are free, so that there are some for the next client
+# (dynamic queue length thresholds, Choudhury and Hahne 1998).
+HELD_PER_FREE = 7
 
 # Per request. Deltas pile up only if an HTTP client does not read its stream. At 100 cycles a second this is ten
 # seconds, in addition to what the operating system buffers.
@@ -24,7 +31,7 @@ class EngineUnavailable(Exception):
 
 
 class QueueFull(Exception):
-    """The maximum number of requests is waiting."""
+    """All places of the queue are taken, or all that this client may hold."""
 
 
 class GenerationTimeout(Exception):
@@ -41,20 +48,26 @@ class SlowReader(Exception):
 class EngineClient:
     """Talks to the current engine process, if there is one. The supervisor attaches and detaches it.
 
-    `ready` says what is served. It stays when the process dies, since the next process will serve the same. At most
-    `max_waiting` requests wait for their first token.
+    `ready` says what is served. It stays when the process dies, since the next process will serve the same.
+
+    At most `max_waiting` sequences wait to be prepared or for their first token. Each has a place. One whose client
+    leaves keeps its place until the engine has answered the abort, because the engine has to read both.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
+        # The most sequences for which an empty queue has places.
+        self.most_at_once = None if max_waiting is None else max_waiting - (max_waiting + 1) // (HELD_PER_FREE + 1)
         self._observer = Observer()
         self.ready: Ready | None = None
-        self.stats: EngineStats | None = None
+        self._stats: EngineStats | None = None
         self._send: Send | None = None
         self._attached = asyncio.Event()
-        self._running: dict[str, Generation] = {}
-        self._unanswered: set[str] = set()
-        self._preparing = 0
+        self._running: dict[str, Generation | None] = {}  # until the last delta; None: no task waits for it any more
+        # Sequences that have a place, by request id once they are sent, else by an object: the client, and since when.
+        self._places: dict[object, tuple[str, float]] = {}
+        self._held = Counter[str]()  # places by client
+        self._preparing = 0  # places of sequences that are not sent yet
         self._flushes: deque[asyncio.Future[Flushed]] = deque()
         self._owes_message = False  # whether something was sent after the newest message that arrived
 
@@ -69,6 +82,26 @@ class EngineClient:
             observer.attached(self.ready)
 
     @property
+    def stats(self) -> EngineStats | None:
+        """The engine's newest statistics. What it has not read yet, and what is being prepared, waits here as well.
+
+        Of the sequences that were sent and not answered, the first ones count as running, as many as run.
+        """
+        if self._stats is None:
+            return None
+        running, sent = self._stats.running, [place for name, place in self._places.items() if isinstance(name, str)]
+        prepared = [place for name, place in self._places.items() if not isinstance(name, str)]
+        answered = len(self._running) - len(sent)
+        waiting = [*prepared, *sent[max(0, running - answered) :]]
+        longest = max((time.monotonic() - since for _, since in waiting), default=0.0)
+        return replace(
+            self._stats,
+            waiting=len(prepared) + max(self._stats.waiting, len(self._running) - running),
+            waiting_clients=max(self._stats.waiting_clients, len({client for client, _ in waiting})),
+            longest_wait=max(self._stats.longest_wait, longest),
+        )
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the engine owes a message.
 
@@ -77,24 +110,55 @@ class EngineClient:
         """
         return self._owes_message or bool(self._running or self._flushes)
 
-    def has_room(self, count: int = 1) -> bool:
-        """Whether `count` more requests may wait."""
-        return self.max_waiting is None or len(self._unanswered) + self._preparing + count <= self.max_waiting
+    def check_room(self, client: str, count: int = 1) -> None:
+        """
+        Raises:
+            QueueFull: `count` more sequences of this client may not wait now.
+        """
+        if self.max_waiting is None:
+            return
+        waiting, held = len(self._places), self._held[client]
+        wanted = f"this request has {count}, at most {self.max_waiting} may wait"
+        if waiting + count > self.max_waiting:
+            raise QueueFull(f"{waiting} sequences wait, {wanted}")
+        if waiting + count + (held + count) // HELD_PER_FREE > self.max_waiting:
+            raise QueueFull(
+                f"{held} of {waiting} sequences that wait are this client's, {wanted}, and others need places"
+            )
 
     @contextmanager
-    def prepare(self) -> Iterator[None]:
-        """A request waits to be prepared; for the duration of the block it counts as a waiting one.
+    def prepare(self, client: str, count: int, began: float) -> Iterator[None]:
+        """A request of `count` sequences waits to be prepared: for the duration of the block they have places.
+
+        It came at `began`, see `Request`.
 
         Raises:
-            QueueFull: too many requests are waiting.
+            QueueFull: see `check_room`.
         """
-        if not self.has_room():
-            raise QueueFull(f"{len(self._unanswered) + self._preparing} requests are waiting already")
-        self._preparing += 1
+        count = min(count, self.most_at_once or count)  # preparing refuses more
+        self.check_room(client, count)
+        places = [object() for _ in range(count)]
+        self._preparing += count
+        for place in places:
+            self._take_place(place, client, began)
         try:
             yield
         finally:
-            self._preparing -= 1
+            self._preparing -= count
+            for place in places:
+                self._free_place(place)
+
+    def _take_place(self, place: object, client: str, since: float) -> None:
+        self._places[place] = client, since
+        self._held[client] += 1
+
+    def _free_place(self, place: object) -> None:
+        """Does nothing if it is free."""
+        if place in self._places:
+            client, _ = self._places.pop(place)
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]
 
     async def until_available(self) -> Ready:
         await self._attached.wait()
@@ -109,14 +173,16 @@ class EngineClient:
 
     def detach(self, reason: str) -> None:
         """The engine process is gone: every task that waits for it gets an error now."""
-        self._send = self.stats = None
+        self._send = self._stats = None
         self._owes_message = False
         self._attached.clear()
         self._observer.detached()
-        self._unanswered.clear()
         running, self._running = self._running, {}
+        for request_id in running:
+            self._free_place(request_id)
         for generation in dict.fromkeys(running.values()):
-            generation.fail(EngineUnavailable(reason))
+            if generation is not None:
+                generation.fail(EngineUnavailable(reason))
         while self._flushes:
             future = self._flushes.popleft()
             if not future.done():
@@ -124,17 +190,18 @@ class EngineClient:
 
     def dispatch(self, message: Deltas) -> None:
         """Pass on what a cycle produced. Deltas without a waiting task belong to aborted requests."""
-        if message.stats.speculation is None and self.stats is not None:
-            message.stats.speculation = self.stats.speculation
-        self.stats = message.stats
+        if message.stats.speculation is None and self._stats is not None:
+            message.stats.speculation = self._stats.speculation
+        self._stats = message.stats
         self._owes_message = False
         self._observer.dispatched(message)
         for delta in message.deltas:
-            generation = self._running.get(delta.request_id)
+            generation, is_last = self._running.get(delta.request_id), delta.finish_reason is not None
+            if generation is not None or is_last:
+                self._free_place(delta.request_id)
+            if is_last:
+                self._running.pop(delta.request_id, None)
             if generation is not None:
-                self._unanswered.discard(delta.request_id)
-                if delta.finish_reason is not None:
-                    del self._running[delta.request_id]
                 generation.put(delta)
 
     def submit(
@@ -145,7 +212,7 @@ class EngineClient:
         waited: float = 0.0,
         on_tokens: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Requests to generate together. They are sent when the `with` block is entered.
+        """Requests of one client to generate together. They are sent when the `with` block is entered.
 
         After `timeout` seconds, of which `waited` have passed, they are aborted, and iterating raises
         GenerationTimeout. `on_tokens` is called with the number of tokens that a cycle has added to one of them, when
@@ -158,7 +225,7 @@ class EngineClient:
 
         Raises:
             EngineUnavailable: no engine is running, or it died.
-            QueueFull: too many requests are waiting.
+            QueueFull: see `check_room`.
         """
         with self.submit([request]) as generation:
             async for delta in generation:
@@ -190,17 +257,16 @@ class EngineClient:
         """
         Raises:
             EngineUnavailable: no engine is running.
-            QueueFull: too many requests are waiting.
+            QueueFull: see `check_room`.
         """
         if not self.is_available:
             raise EngineUnavailable("the engine is not running")
-        if not self.has_room(len(requests)):
-            waiting, most = len(self._unanswered), self.max_waiting
-            raise QueueFull(f"{waiting} sequences wait, this request has {len(requests)}, at most {most} may wait")
+        self.check_room(requests[0].client, len(requests))
+        now = time.monotonic()
         self._observer.submitted(requests)  # before sending: the engine may then take this process's core
         for request in requests:
             self._running[request.request_id] = generation
-            self._unanswered.add(request.request_id)
+            self._take_place(request.request_id, request.client, request.began or now)
             self._post(request)
 
     def complete(self, request_id: str, kept: int) -> None:
@@ -212,12 +278,12 @@ class EngineClient:
         """No task waits for these requests any more: abort the ones that still run."""
         for request in requests:
             self._abort(request.request_id)
-            self._running.pop(request.request_id, None)
-            self._unanswered.discard(request.request_id)
+            if request.request_id in self._running:
+                self._running[request.request_id] = None
         self._observer.left(requests)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._running:
+        if self._running.get(request_id) is not None:
             self._post(Abort(request_id))
 
     def _post(self, message: Inbound) -> None:

@@ -26,6 +26,8 @@ from eagle_server.request import Deltas, Flushed, Inbound, Outbound, Ready
 
 logger = logging.getLogger(__name__)
 
+HANG_SECONDS = 30.0  # a server that was told to stop waits no longer for an engine that says nothing
+
 
 class EngineFailed(Exception):
     """The engine could not be started, died or hangs. The message is one line.
@@ -73,7 +75,7 @@ class Supervisor:
         self._logs = logs or LogStyle()
         self._backoff = backoff or Backoff()
         self._watchdog = watchdog
-        self._heard = False
+        self._heard = self._is_draining = False
         self._process: EngineProcess | None = None
         self._attached_at: float | None = None  # time spent loading does not count as running
 
@@ -81,14 +83,15 @@ class Supervisor:
         """Run until cancelled. Cancelling kills the engine.
 
         Raises:
-            EngineFailed: the first start failed. Later failures lead to a restart.
+            EngineFailed: the first start failed, or the engine ended while it was draining. Other failures lead to a
+                restart.
         """
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
             self._attached_at = None
             reason = await self._live()
-            if self._client.ready is None:
+            if self._client.ready is None or self._is_draining:
                 raise reason
             lived = 0.0 if self._attached_at is None else loop.time() - self._attached_at
             failures = 0 if lived > self._backoff.healthy else failures + 1
@@ -97,6 +100,10 @@ class Supervisor:
             logger.error("the engine %s: %s; starting it again in %.1f s", ended, reason, delay)
             await asyncio.sleep(delay)
 
+    def drain(self) -> None:
+        """The engine has its last requests: if it ends, it is not started again, and it may hang for less time."""
+        self._is_draining = True
+
     def kill(self) -> None:
         """Kill the engine process at once."""
         if self._process is not None:
@@ -104,7 +111,11 @@ class Supervisor:
 
     async def _live(self) -> EngineFailed:
         """Run one engine process until it ends; return why it ended."""
-        process = self._process = EngineProcess(self._build, self._logs, self._ranks)
+        try:
+            process = self._process = EngineProcess(self._build, self._logs, self._ranks)
+        except OSError as error:
+            tempfile.tempdir = None  # the next attempt looks for a directory again
+            return EngineFailed(f"its process cannot be started ({error})", is_configuration=True)
         pump = asyncio.create_task(self._pump(process))
         ends = [asyncio.create_task(process.death()), asyncio.create_task(self._silence())]
         reason = "the engine died"
@@ -125,17 +136,16 @@ class Supervisor:
             process.close()
 
     async def _silence(self) -> EngineFailed:
-        """Wait until the engine has owed a message and sent none for `watchdog` seconds.
+        """Wait until the engine has owed a message and sent none for `watchdog` seconds, or HANG_SECONDS if draining.
 
         Time is counted in short sleeps, so that a suspended machine does not look like a hang.
         """
-        tick = min(1.0, self._watchdog / 10)
-        silent = 0.0
-        while silent < self._watchdog:
+        silent, tick = 0.0, min(1.0, self._watchdog / 10)
+        while silent < (most := min(self._watchdog, HANG_SECONDS) if self._is_draining else self._watchdog):
             await asyncio.sleep(tick)
             silent = 0.0 if self._heard or not self._client.is_waiting else silent + tick
             self._heard = False
-        message = f"it was sent work and said nothing for {self._watchdog:g} seconds (--watchdog-timeout)"
+        message = f"it was sent work and said nothing for {most:g} seconds (--watchdog-timeout)"
         return EngineFailed(message, is_configuration=False, is_hang=True)
 
     async def _pump(self, process: EngineProcess) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -37,6 +38,13 @@ def local_file(value: str) -> str:
     if not path.is_file():
         raise ValueError("no such file")
     return str(path)
+
+
+def proxy_address(value: str) -> str:
+    try:
+        return value if value == "unix" else str(ip_network(value) if "/" in value else ip_address(value))
+    except ValueError:
+        raise ValueError("should be an address like 127.0.0.1, a network like 10.0.0.0/8, or unix") from None
 
 
 def comma_separated(value: object) -> object:

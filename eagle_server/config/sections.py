@@ -18,6 +18,7 @@ from eagle_server.config.base import (
     Text,
     comma_separated,
     local_file,
+    proxy_address,
 )
 from eagle_server.config.device import DeviceSection
 from eagle_server.config.kv_events import KVEventsConfig, parsed
@@ -170,7 +171,9 @@ class ServerSection(Section):
         "begins the response, so that later errors come as events; 0: never",
     )
     max_queue_size: Count = Field(
-        default=1024, description="maximum requests that wait for their first token; further ones get status 429"
+        default=1024,
+        description="maximum sequences that wait for their first token; further ones get status 429, and "
+        "so do those of a client that waits with seven times as many as have room",
     )
     max_concurrent_requests_per_key: Count | None = Field(
         default=None,
@@ -201,6 +204,13 @@ class ServerSection(Section):
         default=(),
         description="host names that clients may use for this server, comma-separated; *.example.com: all below "
         "example.com; *: all; default: all, or only this machine's own names if --host is a loopback address",
+    )
+    forwarded_allow_ips: Annotated[
+        tuple[Annotated[str, AfterValidator(proxy_address)], ...], BeforeValidator(comma_separated)
+    ] = Field(
+        default=(),
+        description="proxies whose X-Forwarded-For says who the client is, comma-separated: addresses, networks like "
+        "10.0.0.0/8, or unix for those that connect with --uds; default: none, a client is its connection's address",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest severity that is logged"

@@ -92,22 +92,24 @@ class Engine:
         elif grammar is None or self._grammars is None:
             self._queue(request)
         else:
-            compiled = self._grammars.compile(grammar, request.cache_salt, request.client)
-            self._compiling[request.request_id] = (request, compiled)
-            self._queue_compiled()
+            future = self._grammars.compile(grammar, request.cache_salt, request.client)
+            self._compiling[request.request_id] = (request, future)
+            if future.done():
+                self._end_compiling(request.request_id)
 
     def _queue_compiled(self, timeout: float = 0.0) -> None:
         """Queue the requests whose grammars are compiled. Wait at most `timeout` seconds for the first of them."""
         wait([future for _, future in self._compiling.values()], timeout, FIRST_COMPLETED)
-        for name, (request, future) in list(self._compiling.items()):
-            if not future.done():
-                continue
-            del self._compiling[name]
-            error = future.exception()
-            if error is None:
-                self._queue(request, future.result())
-            else:
-                self._refuse(request, error)
+        for name in [name for name, (_, future) in self._compiling.items() if future.done()]:
+            self._end_compiling(name)
+
+    def _end_compiling(self, request_id: str) -> None:
+        request, future = self._compiling.pop(request_id)
+        error = future.exception()
+        if error is None:
+            self._queue(request, future.result())
+        else:
+            self._refuse(request, error)
 
     def _refuse(self, request: Request, reason: str | BaseException) -> None:
         """End a request. Its client must change it, unless the reason is an exception of the server's own."""
@@ -211,7 +213,7 @@ class Engine:
         kv, totals, first_drafts = self.scheduler.kv, self.scheduler.totals, self.worker.drafting.first_drafts
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting) + len(self._compiling),
+            waiting=len(self.scheduler.queue.since) + len(self._compiling),
             waiting_clients=self.scheduler.queue.waiting_clients,
             longest_wait=self.scheduler.queue.longest_wait,
             kv_slots_total=kv.allocator.num_pages * kv.page_size,
@@ -240,7 +242,7 @@ class Engine:
         """Drop the prefix cache. Does nothing if requests are running or waiting."""
         scheduler = self.scheduler
         if scheduler.has_work() or self._compiling:
-            waiting = len(scheduler.waiting) + len(self._compiling)
+            waiting = len(scheduler.queue.since) + len(self._compiling)
             return Flushed(running=len(scheduler.running), waiting=waiting)
         free = scheduler.kv.allocator.free_pages
         scheduler.kv.clear()

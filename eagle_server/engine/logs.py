@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 HUMAN = "%(asctime)s %(message)s"
 WARNING = "%(asctime)s %(levelname)s: %(message)s"
@@ -28,11 +31,50 @@ class LogStyle:
 
 
 def configure_logging(style: LogStyle, context: Context = dict) -> None:
-    """Log to stderr. `context` gives fields to add to each line, such as the current request's id."""
-    handler = logging.StreamHandler()
+    """Log to stderr, and never wait for who reads it.
+
+    `context` gives fields to add to each line, such as the id of the current request.
+    """
+    handler = logging.StreamHandler(_stderr())
     whole = style.level.upper() == "DEBUG"
     handler.setFormatter(JsonLines(context) if style.format == "json" else HumanLines(context, whole=whole))
     logging.basicConfig(level=style.level.upper(), handlers=[handler], force=True)
+
+
+class _Pipe:
+    """A pipe as a stream of lines. Lines that do not fit, because nobody reads, are dropped; the next one counts them.
+
+    The pipe is opened again, because whether writing waits is a property that all processes with stderr share.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self._dropped = 0
+
+    def write(self, text: str) -> None:
+        """Each call is one line."""
+        if self._dropped:
+            text = f"{self._dropped} lines of the log were dropped: nobody read them\n{text}"
+        rest = text.encode(errors="backslashreplace")
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except BlockingIOError:
+            self._dropped += 1
+        else:
+            self._dropped = 0
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
+def _stderr() -> TextIO | _Pipe:
+    """stderr; not to wait for its reader if it is a pipe."""
+    try:
+        file = sys.stderr.fileno()
+        return _Pipe(f"/proc/self/fd/{file}") if stat.S_ISFIFO(os.fstat(file).st_mode) else sys.stderr
+    except OSError:  # it is no file, or the system has no such names
+        return sys.stderr
 
 
 class HumanLines(logging.Formatter):

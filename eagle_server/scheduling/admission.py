@@ -1,9 +1,10 @@
-"""Admission: which waiting requests start now.
+"""Admission: which waiting requests start now, and which running ones make room for them.
 
-Clients take turns: after a request of one client, requests of all other waiting clients come before its next one. The
-requests of one client start in order of arrival. There are four exceptions, all of them bounded:
+Clients below an equal share of the running requests come first. Beyond that clients take turns: after a request of one
+client, requests of all other waiting clients come before its next one. The requests of one client start in order of
+arrival. There are four exceptions, all of them bounded:
 
-- Age: after every eighth start the request that has waited longest is next, however many new clients come.
+- Age: after every eighth start the client of the request that has waited longest is next, however many clients come.
 - Reserve: a request starts only if the running ones are expected to find KV for the rest of their outputs too.
 - Hold: if an older request is computing the same prefix right now, a request waits for that KV.
 - Passing: while the oldest request lacks KV, younger ones may start, up to its own number of tokens in sum.
@@ -14,8 +15,11 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import chain, islice
 from operator import attrgetter
 
 import numpy as np
@@ -25,8 +29,7 @@ from eagle_server.cache.radix import Match, bigrams, common_pages
 from eagle_server.scheduling.checkpoints import checkpoint_to_await, prompt_checkpoints
 from eagle_server.scheduling.sequence import Sequence
 
-ARRIVAL = attrgetter("arrival")
-TURN = attrgetter("turn", "arrival")
+ARRIVAL, FIRST = attrgetter("arrival"), attrgetter("first")
 _AGE_EVERY = 8  # starts
 _MOST_TURNS = 1024  # clients without waiting requests whose last turns are kept
 _LOOKED_AT = 16  # requests that lack KV, in one round of admission: each costs a lookup of its prefix
@@ -109,12 +112,28 @@ def remove(queue: list[Sequence], sequence: Sequence) -> None:
     del queue[bisect_left(queue, sequence.arrival, key=ARRIVAL)]
 
 
-class RequestQueue:
-    """Owns `waiting`, the requests in the order in which they start, and decides which of them start now.
+@dataclass
+class ClientQueue:
+    """The waiting requests of one client in order of arrival, and as many turns in order. The first takes the first.
 
-    Every request has a turn: the turn of the newest request that has started, or the turn after its client's last one
-    if that is later. So a client's next request waits for at most two requests of each other client, however many
-    these send (start-time fair queueing, Goyal et al. 1996, with equal costs of all requests).
+    So an aborted request gives back the last turn, and the requests behind it move up.
+    """
+
+    requests: list[Sequence] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """The order of clients: the turn of the first request, and its arrival."""
+        return self.turns[0], self.requests[0].arrival
+
+
+class RequestQueue:
+    """Owns the waiting requests, the order in which they start, and decides which of them start now.
+
+    Every request brings its client a turn: the turn of the newest request that has started, or the turn after its
+    client's last one if that is later. So a client's next request waits for at most two requests of each other client,
+    however many these send (start-time fair queueing, Goyal et al. 1996, with equal costs of all requests).
 
     A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
     was published that others wait for.
@@ -122,24 +141,29 @@ class RequestQueue:
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
-        self.waiting: list[Sequence] = []
-        self._since: dict[Sequence, float] = {}  # since when each waits, by time.monotonic(); the longest wait first
-        self._counts = Counter[str]()  # of waiting requests, by client
+        self._clients: dict[str, ClientQueue] = {}
+        self.since: dict[Sequence, float] = {}  # since when each waits, by time.monotonic(); the longest wait first
         self._turn = 0  # of the newest request that has started
         self._turns: dict[str, int] = {}  # by client, the turn of its newest request
         self._starts = 0
         self.changed = False
         self.growth = OutputGrowth()
 
+    def in_order(self, clients: Iterable[str] | None = None) -> Iterator[Sequence]:
+        """The requests of these clients, or of all, that wait now, in the order of their turns."""
+        queues = (self._clients[client] for client in (self._clients if clients is None else clients))
+        pairs = (zip(queue.turns.copy(), queue.requests.copy(), strict=True) for queue in queues)
+        return (sequence for _, sequence in merge(*pairs, key=lambda pair: (pair[0], pair[1].arrival)))
+
     @property
     def waiting_clients(self) -> int:
         """How many clients have requests that wait."""
-        return len(self._counts)
+        return len(self._clients)
 
     @property
     def longest_wait(self) -> float:
         """Seconds that the request that waits longest has waited, since it came or was preempted."""
-        since = next(iter(self._since.values()), None)
+        since = next(iter(self.since.values()), None)
         return 0.0 if since is None else time.monotonic() - since
 
     def add(self, sequence: Sequence) -> None:
@@ -147,46 +171,48 @@ class RequestQueue:
         sequence.leader, client = None, sequence.request.client
         if self.kv.radix is not None and not sequence.request.prompt_logprobs:
             sequence.keys = bigrams(sequence.tokens)
-        if sequence.turn is None:  # a preempted one keeps its own
+        if sequence.turn is None:  # a preempted one has the turn with which it started
             sequence.turn = self._turns[client] = max(self._turn, self._turns.get(client, -1) + 1)
-        insort(self.waiting, sequence, key=TURN)
-        self._since[sequence] = time.monotonic()
-        self._counts[client] += 1
+        queue = self._clients.setdefault(client, ClientQueue())
+        insert(queue.requests, sequence)
+        insort(queue.turns, sequence.turn)
+        self.since[sequence] = time.monotonic()
         self.changed = True
 
     def remove(self, sequence: Sequence) -> None:
-        """Drop a request that was aborted."""
+        """Drop a request that was aborted. It costs its client no turn."""
         client = sequence.request.client
-        assert sequence.turn is not None
-        self._take(sequence)
-        for other in self.waiting:  # a request that did not start costs its client no turn
-            if other.request.client == client and other.turn is not None and other.turn > sequence.turn:
-                other.turn -= 1
-        self.waiting.sort(key=TURN)
-        if self._turns.get(client, -1) >= sequence.turn:
+        turn = self._take(sequence, -1)
+        if self._turns.get(client) == turn:
             self._turns[client] -= 1
         self.changed = True
 
-    def _take(self, sequence: Sequence) -> None:
-        del self.waiting[bisect_left(self.waiting, TURN(sequence), key=TURN)]
-        del self._since[sequence]
+    def _take(self, sequence: Sequence, turn: int) -> int:
+        """Drop a request and the turn with this index, which is returned."""
         client = sequence.request.client
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._counts[client]
-        if not self.waiting:
+        queue = self._clients[client]
+        remove(queue.requests, sequence)
+        number = queue.turns.pop(turn)
+        del self.since[sequence]
+        if not queue.requests:
+            del self._clients[client]
+        if not self._clients:
             self._turns.clear()  # no client waits for another one
-        elif len(self._turns) > len(self._counts) + _MOST_TURNS:
-            self._turns = {name: turn for name, turn in self._turns.items() if name in self._counts}
+        elif len(self._turns) > len(self._clients) + _MOST_TURNS:
+            self._turns = {name: last for name, last in self._turns.items() if name in self._clients}
+        return number
 
     def admit(self, running: list[Sequence]) -> None:
         """Move requests from `waiting` to `running`, which is in order of arrival."""
-        if not self.changed or not self.waiting or len(running) >= self.limits.max_running_requests:
+        if not self.changed or not self._clients or len(running) >= self.limits.max_running_requests:
             self.changed = False
             return
         self.changed = False
         growth, lacking = [self._growth(sequence) for sequence in running], list[Sequence]()
-        for sequence in self.waiting.copy():
+        held, share = self._shares(running)
+        below = {client: held[client] < share for client in self._clients}
+        first, others = ([client for client in below if below[client] is wanted] for wanted in (True, False))
+        for sequence in chain(self.in_order(first), self.in_order(others)):
             if len(running) >= self.limits.max_running_requests or len(lacking) >= _LOOKED_AT:
                 break
             passed = lacking[0] if lacking else None
@@ -206,14 +232,54 @@ class RequestQueue:
             if passed is not None:
                 passed.passed_tokens += sequence.most_tokens
             self._start(sequence, allocation, match)
-            self._take(sequence)
-            assert sequence.turn is not None
+            requests = self._clients[sequence.request.client].requests
+            sequence.turn = self._take(sequence, bisect_left(requests, sequence.arrival, key=ARRIVAL))
             self._turn = max(self._turn, sequence.turn)
             insert(running, sequence)
             growth.append(self._growth(sequence))
             self._starts += 1
             if self._starts % _AGE_EVERY == 0:
                 self._prefer_the_oldest()
+
+    def _shares(self, running: Seq[Sequence]) -> tuple[Counter[str], int]:
+        """How many requests of each client run, and an equal share of those that can run for each client."""
+        held = Counter(sequence.request.client for sequence in running)
+        places = min(len(running) + 1, self.limits.max_running_requests)
+        return held, max(1, places // len(held.keys() | self._clients.keys()))
+
+    def to_preempt(self, running: Seq[Sequence]) -> list[Sequence]:
+        """Running requests to preempt, so that a client with less than an equal share of them can start one more.
+
+        They are the newest of the client that runs most, which keeps its share. [] if they would not be enough, or if
+        the request can start without. Each cycle makes room for one request. A request is preempted in this way once,
+        and again whenever it has added LEAST_PROGRESS tokens since it started again.
+        """
+        if not self._clients or not running:
+            return []
+        held, share = self._shares(running)
+        below = [client for client in self._clients if held[client] < share]
+        waiting = next((sequence for sequence in self.in_order(below) if not sequence.is_held), None)
+        owner, most = held.most_common(1)[0]
+        if waiting is None or most <= share or self._fits(waiting, running, []):
+            return []
+        own = (sequence for sequence in reversed(running) if sequence.request.client == owner and sequence.may_give_way)
+        preempted = list(islice(own, most - share))
+        if not self._fits(waiting, running, preempted):
+            return []
+        enough = range(1, len(preempted))
+        count = next((count for count in enough if self._fits(waiting, running, preempted[:count])), len(preempted))
+        return preempted[:count]
+
+    def _fits(self, waiting: Sequence, running: Seq[Sequence], preempted: Seq[Sequence]) -> bool:
+        """Whether a request could start now if some of the running ones were preempted. Takes no cached prefix into
+        account: it would be kept for the request."""
+        if len(running) - len(preempted) >= self.limits.max_running_requests:
+            return False
+        growth = {sequence: self._growth(sequence) for sequence in running}
+        freed = sum(growth.pop(sequence)[1] for sequence in preempted)
+        pages = self.kv.pages_for(len(waiting.tokens) + self.limits.num_lookahead_slots)
+        reserve = peak_growth([*growth.values(), (self._reserve(waiting), pages)]) if growth else 0
+        return pages + reserve <= self.kv.available_pages + freed
 
     def _start(self, sequence: Sequence, allocation: KVAllocation, match: Match | None) -> None:
         size, interval = self.kv.page_size, self.limits.checkpoint_interval
@@ -224,16 +290,14 @@ class RequestQueue:
             sequence.checkpoints = prompt_checkpoints(prompt, cached, interval, size)
 
     def _prefer_the_oldest(self) -> None:
-        """Put the request that has waited longest first, for the next round."""
-        oldest = next(iter(self._since), None)
-        if oldest is None or oldest is self.waiting[0]:
+        """The client of the request that has waited longest is next."""
+        oldest = next(iter(self.since), None)
+        if oldest is None:
             return
-        del self.waiting[bisect_left(self.waiting, TURN(oldest), key=TURN)]
-        first = self.waiting[0].turn
-        assert first is not None
-        oldest.turn = first - 1
-        self.waiting.insert(0, oldest)
-        self.changed = True
+        queue, first = self._clients[oldest.request.client], min(self._clients.values(), key=FIRST)
+        if queue is not first:
+            queue.turns[0] = first.turns[0] - 1
+            self.changed = True
 
     def _hold(self, sequence: Sequence, match: Match | None, running: Seq[Sequence]) -> bool:
         """Whether to wait for the KV of an older request, because it saves half of the tokens or half of a cycle.

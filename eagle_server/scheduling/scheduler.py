@@ -2,8 +2,9 @@
 
 Clients take turns (`admission.py`), and requests are served in order of arrival, with exceptions in `make_chunks`.
 Prompt KV goes to the prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest
-running request is preempted: its computed KV goes to the prefix cache and its pages are freed. Later it resumes as a
-prompt of all its tokens. Random numbers are keyed by position, so a preemption does not change the output.
+running request is preempted, and so are requests of a client that holds more than its share while others wait: the
+computed KV goes to the prefix cache and the pages are freed. Later the request resumes as a prompt of all its tokens.
+Random numbers are keyed by position, so a preemption does not change the output.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class Scheduler:
     @property
     def waiting(self) -> Seq[Sequence]:
         """The requests that have no KV, in the order in which they start."""
-        return self.queue.waiting
+        return list(self.queue.in_order())
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.queue.since or self.running)
 
     def refusal(self, request: Request) -> str | None:
         """The reason why a request can never be served; None if it can."""
@@ -94,6 +95,8 @@ class Scheduler:
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
+        if request.began is not None:
+            sequence.times.queued = request.began
         self._sequences[request.request_id] = sequence
         self.queue.add(sequence)
 
@@ -109,8 +112,13 @@ class Scheduler:
     def schedule(self) -> CyclePlan:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
+        for sequence in self.queue.to_preempt(self.running) if self.queue.since else ():
+            self._preempt(sequence)
+        given_way = self.cycle.preemptions
         decoding = self._grow_decodes()
-        if self.waiting and not self.cycle.preemptions:  # after one, KV is short: admitted requests would lose it too
+        if (
+            self.queue.since and self.cycle.preemptions == given_way
+        ):  # else KV is short: admitted requests would lose it too
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
@@ -195,6 +203,7 @@ class Scheduler:
                     decoding.append(sequence)
                     break
                 self._preempt(self.running[-1])
+                self.queue.growth.preempted()
         return decoding
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -202,7 +211,7 @@ class Scheduler:
         self.cycle.preemptions += 1
         self._release(sequence)
         sequence.prompt_logprobs.clear()
-        self.queue.growth.preempted()
+        sequence.is_resumed = True
         self.queue.add(sequence)
 
     def _release(self, sequence: Sequence, *, cache: bool = True) -> None:

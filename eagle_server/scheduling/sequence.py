@@ -11,6 +11,10 @@ from eagle_server.cache.node import Keys
 from eagle_server.plan import Chunk, Decode, GrammarMatcher, RequestSampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 
+# Tokens that a preempted request adds before it is preempted for another client again. To resume costs a cycle or two,
+# in which the tokens are computed that the prefix cache has not kept.
+LEAST_PROGRESS = 32
+
 
 @dataclass
 class Times:
@@ -46,8 +50,8 @@ class Sequence:
     `num_prefill_tokens` is the number of tokens to prefill before decoding: the prompt, or after a preemption all
     tokens. `keys`: the tokens' keys in the prefix cache, until they are computed; None if the request does not share.
     While it waits, `passed_tokens` counts the tokens of younger requests that started before it, and `leader` is the
-    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: its
-    place in the starting order, see `RequestQueue`.
+    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: the one
+    that it brought, or with which it started, see `RequestQueue`. `is_resumed`: it has been preempted.
     """
 
     request: Request
@@ -70,6 +74,7 @@ class Sequence:
     followed: bool = False
     passed_tokens: int = 0
     turn: int | None = None
+    is_resumed: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: Times = field(default_factory=Times)
 
@@ -107,6 +112,11 @@ class Sequence:
         if leader is None or leader.keys is None or leader.allocation is None:
             return False
         return leader.allocation.shared < self.awaited
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether the running request may be preempted for another client."""
+        return not self.is_resumed or len(self.tokens) - self.num_prefill_tokens >= LEAST_PROGRESS
 
     @property
     def req_pool_index(self) -> int:

@@ -76,12 +76,12 @@ class TreeConfig:
     def num_lookahead_slots(self) -> int:
         """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
 
-        Draft steps write one slot for verified_id, which a draft language model reads first, and one per node that
-        they feed. A block drafter writes verified_id and one row per level. Verifying writes one per node. Extend
-        writes one row per level of the tree, and one more; P-EAGLE's writes its rows of all levels but one behind them.
-        At least two: `Worker._run_ahead` writes position seq_len + 1 before the scheduler allocates it.
+        Extend writes one row per level of the tree, and one more. Behind them stand the nodes that draft steps feed,
+        because both may run before the scheduler allocates the slots of the tokens that were accepted, and P-EAGLE's
+        rows of all levels but one. A draft language model does all this one slot later. Verifying writes one slot per
+        node. At least two: `Worker._run_ahead` writes position seq_len + 1 before the scheduler allocates it.
         """
-        drafting = 0 if self.choices else max((self.model_steps - 1) * self.topk + 1, self.steps + self.model_steps)
+        drafting = 0 if self.choices else self.steps + 2 + (self.model_steps - 1) * self.topk
         return max(2, drafting, self.nodes, self.ngram_steps + 1 if self.ngram_steps else 0)
 
 

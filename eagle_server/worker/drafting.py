@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eagle_server.ops.device import upload
-from eagle_server.plan import Decode, SequenceOutput
+from eagle_server.plan import Decode, SequenceOutput, TreeShape
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
@@ -28,7 +28,7 @@ _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 class TreeDrafting:
     """A drafter under a budget.
 
-    extends_ahead: whether draft-extend may run before the next cycle's window is allocated.
+    extends_ahead: whether draft-extend, and then propose, may run before the next cycle's window is allocated.
     first_drafts: None: there is no draft model.
     Its estimates are those of `batches`; the budget teaches them.
     """
@@ -45,12 +45,15 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget, self.estimates = drafter, batches, budget, batches.estimates
         self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
+        self.proposed: ForwardAhead[Tree] = ForwardAhead()  # from that state
         self._extended_rows = 0  # of the draft-extend that ran ahead
+        self._proposed_shape = TreeShape(0, 1)  # that the trees were drafted with
         self._ended = 0.0  # when the last cycle ended
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
         self.extended.forget(released)
+        self.proposed.forget(released)
         for req_pool_index in released:
             self.drafter.forget(req_pool_index)
             self.budget.forget(req_pool_index)
@@ -77,13 +80,16 @@ class TreeDrafting:
                 cycle.extended = sum(backlog.rows.counts)
                 self.drafter.prefill(backlog)
             state = self._take_extended(drafting, clock)
-            cycle.extended += drafting.extend_rows if state is None else self._extended_rows
-            if state is None:
+            is_ahead = state is not None
+            cycle.extended += self._extended_rows if is_ahead else drafting.extend_rows
+            if not is_ahead:
                 state = self.drafter.extend(drafting)
             for decode in drafting.decodes:
                 self.batches.accepted_tokens.taken(decode.req_pool_index)
         with clock.stage("propose"):
-            tree = self.drafter.propose(state, drafting)
+            tree = self._take_proposed(drafting, cycle) if is_ahead else None
+            if tree is None:
+                tree = self.drafter.propose(state, drafting)
         cycle.fed = len(drafting.seq_lens_host) * (cycle.budget.topk or self.drafter.widest)
         with clock.stage("build_tree"):
             if self.estimates is not None and tree.scores is not None:
@@ -107,11 +113,13 @@ class TreeDrafting:
             unlikely &= logp < logp.amax(dim=1, keepdim=True)
         return without(tree, unlikely)
 
-    def extend_ahead(self, cycle: Cycle) -> None:
-        """Draft-extend for the next cycle. It needs nothing from the host if all requests go on drafting.
+    def run_ahead(self, cycle: Cycle) -> None:
+        """Draft-extend for the next cycle, and its trees. They need nothing from the host if all requests go on
+        drafting.
 
         The device runs it while the host reads this cycle's results and plans the next. If the next cycle has requests
-        that it was not computed for, the cycle's own draft-extend writes the same KV again.
+        that it was not computed for, the cycle's own forwards write the same KV again. The trees are of this cycle's
+        shape: if the next one's differs, only they are computed again.
         """
         batch = cycle.draft_batch
         if batch is None or not self.extends_ahead or len(batch.decodes) < len(cycle.plan.decodes):
@@ -120,20 +128,33 @@ class TreeDrafting:
             return
         if max(decode.tokens_left for decode in batch.decodes) - 1 < self._least_left:
             return
-        clock = StageClock(self.batches.device, measured=self.measures_next)
-        with clock.stage("extend"):
-            after = batch.after(cycle.accepted)
-            state, self._extended_rows = self.drafter.extend(after), after.extend_rows
+        clocks = [StageClock(self.batches.device, measured=self.measures_next) for _ in range(2)]
+        after, size = batch.after(cycle.accepted), len(batch.seq_lens_host)
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
-        self.extended.put(state, requests, len(batch.seq_lens_host), clock)
+        with clocks[0].stage("extend"):
+            state, self._extended_rows = self.drafter.extend(after), after.extend_rows
+        self.extended.put(state, requests, size, clocks[0])
+        if self.drafter.proposes_ahead and size in self.batches.sizes and not cycle.budget.is_lesson:
+            with clocks[1].stage("propose"):
+                tree, self._proposed_shape = self.drafter.propose(state, after), cycle.budget.shape
+            self.proposed.put(tree, requests, size, clocks[1])
+
+    def discard(self, clock: StageClock) -> None:
+        """Drop what ran ahead and was not taken, and add its time to `clock` as unused."""
+        self.extended.discard(clock)
+        self.proposed.discard(clock)
 
     def _take_extended(self, batch: DecodeBatch, clock: StageClock) -> Any:
         """The state of the draft-extend that has run for these requests; None: there is none."""
         if not batch.ranking.is_plain:
             return None
-        lens = zip(batch.decodes, batch.extend_lens_host, strict=False)  # without padding
-        requests = [(decode.req_pool_index, decode.seq_len - count) for decode, count in lens]
-        return self.extended.take(requests, len(batch.seq_lens_host), clock)
+        return self.extended.take(_began(batch), len(batch.seq_lens_host), clock)
+
+    def _take_proposed(self, batch: DecodeBatch, cycle: Cycle) -> Tree | None:
+        """The trees that were drafted from that state; None: there are none of the cycle's shape."""
+        if cycle.budget.shape != self._proposed_shape:
+            return None
+        return self.proposed.take(_began(batch), len(batch.seq_lens_host), cycle.clock)
 
     @property
     def _least_left(self) -> int:
@@ -230,6 +251,12 @@ class TreeDrafting:
             is_lesson=is_lesson,
             **trees,
         )
+
+
+def _began(batch: DecodeBatch) -> list[tuple[int, int]]:
+    """Each request, and the length of its text before the last cycle, without padding."""
+    lens = zip(batch.decodes, batch.extend_lens_host, strict=False)
+    return [(decode.req_pool_index, decode.seq_len - count) for decode, count in lens]
 
 
 def _lesson_trees(cycle: Cycle) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Worker:
                 self.drafter.prefill(self.batches.prompts(*prompts))
 
     def _run_ahead(self, cycle: Cycle) -> None:
-        """The next cycle's first forward: draft-extend, or, if nothing was drafted, verification of the roots.
+        """The next cycle's first forwards: its drafts, or, if nothing was drafted, verification of the roots.
 
         A plain cycle gives each request exactly one token, so the host knows the next lengths, and the device the
         tokens. A captured forward overwrites the last one's logits, so there must be nothing left to read from these.
@@ -179,11 +179,11 @@ class Worker:
             return
         # What this cycle has not taken is out of date.
         self._verified.discard(cycle.clock)
-        self.drafting.extended.discard(cycle.clock)
+        self.drafting.discard(cycle.clock)
         if any(chunk.next_token is None for chunk in plan.chunks):
             return  # its request joins the next cycle
         if cycle.draft_batch is not None:
-            self.drafting.extend_ahead(cycle)
+            self.drafting.run_ahead(cycle)
             return
         if all(decode.tokens_left == 1 for decode in plan.decodes):
             return

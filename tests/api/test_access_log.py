@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.api.telemetry.summary import Summary
-from eagle_server.engine.logs import HumanLines, JsonLines
+from eagle_server.engine.logs import HumanLines, JsonLines, _Pipe
 from eagle_server.request import CycleStats, EngineStats
-from tests.api.fake_engine import STALL
+from tests.api.fake_engine import SLOW, STALL
 
 ACCESS = "eagle_server.api.telemetry.access"
 
@@ -77,6 +80,33 @@ async def test_refused_and_cancelled_requests_have_their_line(http: httpx.AsyncC
     assert [line["status"] for line in lines] == [400, 404, 499]
     assert lines[2]["output_tokens"] == 0
     assert len({line["request_id"] for line in lines}) == 3
+
+
+async def test_a_stream_that_ends_with_an_error_has_its_status(http: httpx.AsyncClient, json_lines: list[str]) -> None:
+    body = {"prompt": f"{SLOW}abc", "timeout": 0.3, "stream": True, "max_tokens": 1000}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and '"code":"timeout"' in answer.text
+    assert [json.loads(line)["status"] for line in json_lines] == [408]
+    assert (
+        'http_responses_total{method="POST",path="/v1/completions",status="408"} 1.0'
+        in (await http.get("/metrics")).text
+    )
+
+
+@pytest.mark.parametrize(("more", "status"), [(False, 200), (True, 499)], ids=["whole", "its client has left"])
+async def test_a_stream_that_did_not_end_is_no_success(more: bool, status: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": more})
+
+    async def send(_: Message) -> None:
+        pass
+
+    answered = list[int]()
+    scope: Scope = {"type": "http", "state": {"request_id": "a"}, "method": "GET", "path": "/", "headers": []}
+    await AccessLog(app, [], lambda record: answered.append(record.status))(scope, None, send)  # type: ignore[arg-type]
+    assert answered == [status]
 
 
 async def test_a_path_cannot_write_lines_of_its_own(http: httpx.AsyncClient, json_lines: list[str]) -> None:
@@ -174,3 +204,22 @@ def test_idle_time_is_in_no_window(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
     Summary(interval=0).cycle(CycleStats(seconds=1), 5, stats(running=1), now=1e9)
     assert not caplog.messages
+
+
+def test_a_log_that_nobody_reads_delays_nobody() -> None:
+    read, write = os.pipe()
+    log = _Pipe(f"/proc/self/fd/{write}")
+    lines = 0
+    while not log._dropped:
+        log.write(f"line {lines}\n")
+        lines += 1
+    log.write("another one\n")
+    assert os.get_blocking(write), "other processes still write as before"
+    text = os.read(read, 2**20).decode()
+    log.write("now somebody reads\n")
+    text += os.read(read, 2**20).decode()
+    kept = [f"line {number}" for number in range(lines - 1)]
+    dropped = "2 lines of the log were dropped: nobody read them"
+    assert [line for line in text.splitlines() if line] == [*kept, dropped, "now somebody reads"]
+    for file in (read, write, log._file):
+        os.close(file)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from eagle_server.api import connection
 from eagle_server.api.guard import connections
 from eagle_server.api.guard.connections import (
     MOST_CONNECTIONS,
@@ -141,7 +143,7 @@ class Clock:
 
     def move(self, seconds: float) -> None:
         self._now += seconds
-        close_overdue(self._running.connections)  # as the server does about once a second
+        close_overdue(self._running.connections, most_unread=2 * LARGE)  # as the server does about once a second
 
 
 @pytest.fixture
@@ -229,6 +231,94 @@ async def test_long_answers_and_kept_connections_have_their_time(running: Runnin
         await running.until(lambda found: found[0].wait is Wait.REQUEST)
         clock.move(1.1)
         assert await reader.read() == b""
+
+
+async def test_reading_a_little_wins_no_time(running: Running, clock: Clock) -> None:
+    async with connected(running.port, get("/large")) as (reader, _), asyncio.timeout(PATIENCE):
+        await reader.readuntil(b"\r\n\r\n")
+        await running.until(lambda found: found[0].wait is Wait.READING)
+        for _ in range(3):  # what is read comes out of the system's buffers, and the server sends as much more
+            await reader.readexactly(16 * 2**20)
+            await turns(50)
+            clock.move(0.9)
+        assert len(running.connections) == 1
+        connection = running.connections[0]
+        for less in (0, 3000, 3000):
+            size = connection.transport.get_write_buffer_size() - less
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(connection.transport), "get_write_buffer_size", lambda _, size=size: size)
+                clock.move(0.4)
+        await running.until(lambda found: not found)
+
+
+async def test_of_too_many_unread_answers_the_largest_goes(running: Running, clock: Clock) -> None:
+    async with (
+        connected(running.port, get("/large")) as (first, _),
+        connected(running.port, get("/large")) as (second, _),
+        asyncio.timeout(PATIENCE),
+    ):
+        await running.until(lambda found: [each.wait for each in found] == [Wait.READING] * 2)
+        await second.readexactly(16 * 2**20)
+        await turns(50)
+        close_overdue(running.connections, most_unread=2 * LARGE)
+        assert len(running.connections) == 2
+        close_overdue(running.connections, most_unread=LARGE)
+        await running.until(lambda found: len(found) == 1)
+        await second.readexactly(LARGE - 16 * 2**20)
+        del first
+
+
+async def test_a_stream_that_nobody_reads_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "SEND_SECONDS", 0.05)
+    ended = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[tuple[bytes, bool], None]:
+        try:
+            while True:
+                yield b"x" * 2**20, True
+        finally:
+            ended.set()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        events = endless()
+        first = asyncio.ensure_future(anext(events))
+        await connection.EventStream(first, events, lambda _: b"")(scope, receive, send)
+
+    server = HttpServer(app)
+    with listen("127.0.0.1", 0) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        async with connected(listener.getsockname()[1], get("/")) as (reader, _), asyncio.timeout(PATIENCE):
+            await ended.wait()
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(2**20):
+                    pass
+        server.should_exit = True
+        await task
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+# --- What is no HTTP, and what is ambiguous ---
+
+
+async def test_what_is_no_http_gets_an_error_object_and_is_counted(running: Running) -> None:
+    counted = []
+    running.server._on_malformed = lambda: counted.append(1)
+    async with connected(running.port, b"hello\r\n\r\n") as (reader, _), asyncio.timeout(PATIENCE):
+        head, body = (await reader.read()).split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: application/json" in head.lower()
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert counted == [1]
+
+
+async def test_a_body_with_a_length_and_chunks_ends_its_connection(port: int) -> None:
+    doubled = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    async with connected(port, doubled + get("/")) as (reader, _), asyncio.timeout(PATIENCE):
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200") == 1 and b"connection: close" in answers.lower()
 
 
 # --- Which connections are closed past the bound ---

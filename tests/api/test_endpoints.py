@@ -108,6 +108,21 @@ async def test_health_generate_asks_the_engine_for_a_token(
     assert "no token" in response.json()["error"]["message"]
 
 
+async def test_probes_share_one_request(http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: Any) -> None:
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda _: [])
+    probes = [asyncio.create_task(http.get("/health_generate")) for _ in range(20)]
+    async with asyncio.timeout(PATIENCE):
+        while not engine.requests:
+            await asyncio.sleep(0.001)
+    probes[0].cancel()
+    monkeypatch.setattr(engine, "step", step)
+    assert [(await probe).status_code for probe in probes[1:]] == [200] * 19, "the first one's leaving ends no other's"
+    assert len(engine.requests) == 1
+    await http.get("/health_generate")
+    assert len(engine.requests) == 2
+
+
 async def test_version(http: httpx.AsyncClient) -> None:
     assert set((await http.get("/version")).json()) == {"version"}
 

@@ -19,9 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_server.api import health
 from eagle_server.api.connection import COMMENT
+from eagle_server.api.guard.keys import ApiKeys
+from eagle_server.api.guard.rate_limits import ClientLimits
 from eagle_server.api.server import HttpServer
+from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
-from tests.api.conftest import PATIENCE, Certificate, Server, start_server
+from tests.api.conftest import PATIENCE, Certificate, Server, http_client, start_server
 from tests.api.fake_engine import DEAD_END, SLOW, STALL
 from tests.api.servers import wait_until_idle
 
@@ -196,9 +199,36 @@ def test_an_error_at_once_still_is_a_status(impatient: Server) -> None:
     assert httpx.post(f"{impatient.url}/v1/completions", json=dead, timeout=PATIENCE).status_code in (200, 400)
 
 
+def test_a_name_without_a_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:key-a\n")
+    keys = ApiKeys(None, str(file), ClientLimits)
+    file.write_text("bob:key-b\nalice: \n")
+    with pytest.raises(ValueError, match="line 2 has the name alice, and no key after the colon"):
+        keys.load()
+    assert keys.find({"authorization": "Bearer alice:"}) is keys.find({"authorization": "Bearer key-b"}) is None
+    assert keys.find({"authorization": "Bearer key-a"}) is not None, "of a file that is wrong nothing is taken"
+
+
+async def test_a_request_that_needs_no_key_belongs_to_nobody(
+    tokenizer_dir: Path, engine_client: EngineClient, running: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse_args(["--model-path", str(tokenizer_dir), "--api-key", "secret"], environ={})
+    with caplog.at_level("DEBUG"):
+        async with http_client(config, engine_client, tokenizer_dir) as http:
+            for path in ("/", "/health_generate"):
+                assert (await http.get(path)).status_code == 200
+            pages = [await http.get("/metrics")]
+            await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-api-key": "secret"})
+            pages.append(await http.get("/metrics"))
+    lines = [message for message in caplog.messages if " in " in message]
+    assert ["key api-key" in line for line in lines if "GET" in line] == [False] * 4
+    assert ["key_tokens" in page.text for page in pages] == [False, True]
+
+
 def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("alice:key-a\nalice:key-b\nplain:\nkey-c\n")
+    keys.write_text("alice:key-a\nalice:key-b\nplain\nkey-c\n")
     flags = ("--api-key-file", str(keys), "--max-concurrent-requests-per-key", "1")
     server = started(tokenizer_dir, tmp_path / "log", *flags)
     path = f"{server.url}/v1/completions"
@@ -215,7 +245,7 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
 
     try:
         server.wait_ready()
-        assert [status(key) for key in ("key-a", "key-b", "key-c", "plain:")] == [200] * 4
+        assert [status(key) for key in ("key-a", "key-b", "key-c", "plain")] == [200] * 4
         assert [status(key) for key in ("alice:key-a", "alice", "key-")] == [401] * 3
         assert status("key-a", "bearer") == 200
         until("output tokens, key alice")

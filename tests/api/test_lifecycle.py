@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import httpx
 import pytest
 
 from eagle_server.api.server import TEMPORARY_ERRORS, listen
-from tests.api.conftest import PATIENCE, REPOSITORY, Server, serving, start_server
-from tests.api.fake_engine import CRASH, EXIT, SLOW, STALL
+from tests.api.conftest import PATIENCE, REPOSITORY, Server, kept_running, serving, start_server
+from tests.api.fake_engine import CRASH, EXIT, HANG, SLOW, STALL
 from tests.api.servers import wait_for_running, wait_until_draining, wait_until_gone
 
 # --- An engine that dies ---
@@ -100,6 +101,25 @@ def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int
         assert "data: [DONE]" in rest
         assert running.process.wait(timeout=PATIENCE) == 0
         assert "Traceback" not in running.log.read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_while_its_server_drains_is_an_error(tokenizer_dir: Path, tmp_path: Path) -> None:
+    flags = ("--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--watchdog-timeout", "2")
+    with kept_running(start_server(tmp_path / "log", *flags)) as running, socket.socket() as waiting:
+        body = json.dumps({"prompt": HANG}).encode()
+        waiting.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        waiting.sendall(head.encode() + body)
+        waiting.settimeout(PATIENCE)
+        while httpx.get(f"{running.url}/v1/server_info").json()["active_requests"] != 1:
+            time.sleep(0.01)
+        running.process.send_signal(signal.SIGTERM)
+        assert b" 503 " in waiting.recv(1000)
+        assert running.process.wait(timeout=PATIENCE) == 1
+        log = running.log.read_text()
+        assert "said nothing for 2 seconds" in log
+        assert "starting it again" not in log and "Traceback" not in log
 
 
 @pytest.mark.deep
@@ -228,6 +248,13 @@ def test_a_wrong_address_is_one_line(tokenizer_dir: Path, tmp_path: Path, host: 
     assert found == status
     assert lines[-1].startswith(f"eagle_server: error: cannot listen on {host}:")
     assert not any("Traceback" in line for line in lines)
+
+
+def test_a_file_for_the_url_that_cannot_be_written_is_named(tokenizer_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "no" / "such"
+    status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), "--url-file", str(file))
+    assert status == 2
+    assert lines[-1] == f"eagle_server: error: --url-file {file} cannot be written: No such file or directory"
 
 
 def test_only_what_may_go_away_by_itself_is_temporary(tmp_path: Path) -> None:

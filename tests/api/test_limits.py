@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.api.generation import prepare
 from eagle_server.client import client
 from eagle_server.client.client import EngineClient, EngineUnavailable, GenerationTimeout, SlowReader
 from eagle_server.client.supervisor import Backoff, Supervisor
@@ -71,6 +72,34 @@ async def test_more_requests_than_may_wait_are_turned_away(http: httpx.AsyncClie
             assert (await http.get("/v1/models")).status_code == 200
     await until(lambda: not engine.sequences)
     assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_client_that_fills_the_queue_leaves_places_for_the_next(
+    http: httpx.AsyncClient, engine: FakeEngine, engine_client: EngineClient
+) -> None:
+    engine_client.max_waiting = 16
+    app = http._transport.app  # type: ignore[attr-defined]
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False, client=("192.0.2.1", 1))
+    async with (
+        posted(http, prompt=STALL, n=14),
+        httpx.AsyncClient(transport=transport, base_url=http.base_url) as other,
+    ):
+        await until(lambda: len(engine.sequences) == 14)
+        for body in ({"prompt": "a"}, {"prompt": "a" * 5000}):
+            error = error_of(await http.post("/v1/completions", json=body), 429)
+            assert "14 of 14 sequences that wait are this client's" in error["message"]
+            assert (await other.post("/v1/completions", json=body)).status_code in (200, 400)
+        assert (await other.post("/v1/completions", json={"prompt": ["a", "a"]})).status_code == 200
+
+
+async def test_what_the_queue_refuses_is_not_prepared(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with posted(http, prompt=STALL, n=2):
+        await until(lambda: len(engine.sequences) == 2)
+        monkeypatch.setattr(prepare, "_requests", lambda *arguments: pytest.fail("it was prepared"))
+        for size in (1, 5000):
+            error_of(await http.post("/v1/completions", json={"prompt": "a" * size, "n": 2}), 429)
 
 
 async def test_running_requests_do_not_wait(http: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from eagle_server.api.generation import generate
+from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.metric_definitions import one_two_five
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
@@ -100,6 +103,27 @@ async def test_an_idle_server_names_no_metric_without_samples(http: httpx.AsyncC
     assert empty == []
 
 
+async def test_a_flood_of_scrapes_shares_pages_and_gets_no_old_one(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = list[exposition.Encode](), exposition.Pages._make
+
+    def counted(pages: exposition.Pages, encode: exposition.Encode) -> bytes:
+        made.append(encode)
+        return make(pages, encode)
+
+    monkeypatch.setattr(exposition.Pages, "_make", counted)
+    monkeypatch.setattr(exposition, "time", SimpleNamespace(monotonic=lambda: 1.0))  # all come at the same time
+    await http.get("/metrics")
+    scrapes = [asyncio.create_task(http.get("/metrics")) for _ in range(50)]
+    assert len({(await each).text for each in scrapes}) == 1
+    assert made == [made[0]] * 2
+    await http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert len(made) == 3 and made[2] != made[0], "another format is another page"
+    await complete(http, prompt="abc", max_tokens=7)
+    assert (await scrape(http))["vllm:generation_tokens_total"] == 7
+
+
 async def test_names_types_and_labels_are_vllms(http: httpx.AsyncClient) -> None:
     await complete(http, prompt="abc", max_tokens=9)
     families = {family.name: family for family in parse_text((await http.get("/metrics")).text)}
@@ -129,6 +153,27 @@ async def test_who_waits_and_for_how_long_is_the_engines_word(http: httpx.AsyncC
     await complete(http, prompt="abc", max_tokens=9)
     found = await scrape(http)
     assert (found["eagle_server_waiting_clients"], found["eagle_server_longest_wait_seconds"]) == (3, 12.5)
+
+
+async def test_who_is_being_prepared_waits_from_the_header_on(
+    http: httpx.AsyncClient, engine_client: EngineClient
+) -> None:
+    with engine_client.prepare("a", 3, time.monotonic() - 100):
+        found = await scrape(http)
+    assert (found["vllm:num_requests_waiting"], found["eagle_server_waiting_clients"]) == (3, 1)
+    assert found["eagle_server_longest_wait_seconds"] >= 100
+
+
+async def test_latencies_begin_with_the_header(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic() - 100
+    monkeypatch.setattr(generate, "began", lambda: began)
+    await complete(http, prompt="abc", max_tokens=9)
+    found = await scrape(http)
+    assert engine.requests[-1].began == began, "the engine's times begin there, too"
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert found[f"vllm:{name}_seconds_sum"] >= 100
 
 
 async def test_a_draft_that_is_never_accepted_is_a_gauge_and_a_reason(
@@ -257,7 +302,8 @@ async def test_a_restart_is_counted_and_no_counter_goes_back(
             assert found["vllm:generation_tokens_total"] == 9 * life
             assert found["vllm:request_success_total|length"] == life
             assert found["vllm:request_success_total|error"] == life
-            assert found["eagle_server_engine_restarts_total"] == life - 1
+            assert found["eagle_server_engine_restarts_total"] == 2 * life - 1
+            engine_client.detach("the next one does not start")
             assert found["vllm:num_requests_running"] == 0
 
 

@@ -132,6 +132,15 @@ def preempted(build: Callable[..., Engine], requests: list[Request]) -> dict[str
     return outcome
 
 
+def given_way(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
+    """Half of the requests come while those of another client run, some of which are preempted for them."""
+    engine, half = build(max_running_requests=4, chunked_prefill_size=64), len(requests) // 2
+    others = [with_fields(each, client="other") for each in requests[half:]]
+    outcome = run(engine, requests[:half], joining={3: others[::2], 9: others[1::2]})
+    assert engine.stats().preemptions > 0
+    return outcome
+
+
 def prefix_hit(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
     engine = build()
     run(engine, requests[-1:])
@@ -140,7 +149,7 @@ def prefix_hit(build: Callable[..., Engine], requests: list[Request]) -> dict[st
     return outcome
 
 
-SCENES = {scene.__name__: scene for scene in (alone, batch, preempted, prefix_hit)}
+SCENES = {scene.__name__: scene for scene in (alone, batch, preempted, given_way, prefix_hit)}
 
 
 def dynamic(pair: Pair, **settings: Any) -> Engine:
@@ -176,10 +185,12 @@ PAIRINGS = [
     pytest.param(dynamic, alone, marks=deep),
     (dynamic, batch),
     (dynamic, preempted),
+    (dynamic, given_way),
     pytest.param(dynamic, prefix_hit, marks=deep),
     (ragged, batch),
     pytest.param(ragged, preempted, marks=deep),
     (static, batch),
+    pytest.param(mixture, given_way, marks=deep),
     (ngram, alone),
     pytest.param(ngram, preempted, marks=deep),
     (mixture, batch),
@@ -188,7 +199,7 @@ PAIRINGS = [
 
 
 @pytest.mark.parametrize(
-    "scene", ["alone", "batch", *(pytest.param(s, marks=deep) for s in ("preempted", "prefix_hit"))]
+    "scene", ["alone", "batch", *(pytest.param(s, marks=deep) for s in ("preempted", "given_way", "prefix_hit"))]
 )
 def test_plain_text_is_the_references(pair: Pair, case: Case, scene: str) -> None:
     outcome = SCENES[scene](lambda **settings: plain(pair.target, **settings), case.requests)

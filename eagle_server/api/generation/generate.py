@@ -21,12 +21,13 @@ from eagle_server.api.generation.endpoint import Answer, Endpoint
 from eagle_server.api.generation.prepare import Prepared
 from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.api.generation.response_parts import check_scores, scores_of
+from eagle_server.api.guard.admission import admission_of
 from eagle_server.api.guard.body import process, read_body
 from eagle_server.api.guard.rate_limits import current_client, current_limits
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.access import request_id_of
-from eagle_server.api.telemetry.request_record import waited
+from eagle_server.api.telemetry.request_record import began, current_request, waited
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def generating_route(endpoint: Endpoint[Any]) -> Route:
 
     async def answer(request: Request) -> Response:
         body, prepare = await checked(endpoint, request)
+        admission_of(request).hold_connection(request.scope)
         prepared = await process(request, body, prepare)
         return await respond(endpoint.answer(body, prepared, service_of(request)), request)
 
@@ -87,10 +89,13 @@ async def respond(answer: Answer[Any], request: Request) -> Response:
 
 
 def _expected(error: Exception) -> ApiError:
-    """The error that ends a stream. A bug is logged."""
+    """The error that ends a stream. Log and metrics get its status, not the 200 that was sent. A bug is logged."""
     if not is_expected(error):
         logger.error("a stream failed", exc_info=error)
-    return as_api_error(error)
+    shown = as_api_error(error)
+    if (record := current_request.get()) is not None:
+        record.status = shown.status
+    return shown
 
 
 async def _whole(answer: Answer[Any]) -> bytes:
@@ -140,7 +145,7 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
     body, service = answer.body, answer.service
     states = {state.request.request_id: state for state in answer.states}
     client, limits = current_client.get(), current_limits.get()
-    requests = [replace(state.request, client=client) for state in answer.states]
+    requests = [replace(state.request, client=client, began=began()) for state in answer.states]
     prompt_tokens = answer.usage.prompt_tokens
     limits.check_prompt(prompt_tokens, body.prompt_param)
     timeout = service.timeout_of(body.timeout)

@@ -192,7 +192,7 @@ def _requests(
 
 
 def _check_count(body: GenerationBody, service: Service) -> None:
-    most = min(MAX_SEQUENCES, service.client.max_waiting or MAX_SEQUENCES)
+    most = min(MAX_SEQUENCES, service.client.most_at_once or MAX_SEQUENCES)
     if not 1 <= body.sequences <= most:
         param = "n" if body.n > most else "best_of" if body.candidates > most else "prompt"
         raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n or best_of", param)

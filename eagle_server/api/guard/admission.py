@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -12,12 +13,16 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
+from eagle_server.api.guard.addresses import address_of
+from eagle_server.api.guard.connections import most_connections
 from eagle_server.api.guard.keys import ApiKeys, KeyHolder
 from eagle_server.api.guard.rate_limits import ClientLimits, current_client
 from eagle_server.api.telemetry.request_record import current_request
-from eagle_server.client.client import EngineClient, QueueFull
+from eagle_server.client.client import HELD_PER_FREE, EngineClient, QueueFull
 
 DRAIN_SECONDS = 5.0  # left for bodies that are arriving when the server is told to stop
+_HELD_SHARE = 7 / 8  # of all connections; the others are for /health, /metrics and bodies that arrive
+_HELD = "held_by"
 
 
 class Admission:
@@ -26,6 +31,7 @@ class Admission:
     def __init__(self) -> None:
         self.is_draining = False
         self._active = 0
+        self._held, self._held_by = 0, Counter[str]()  # connections of requests that are being answered, by client
         self._bodies: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -35,7 +41,7 @@ class Admission:
         return self._active
 
     @contextmanager
-    def count(self) -> Iterator[None]:
+    def count(self, scope: Scope) -> Iterator[None]:
         """Count one request for the duration of the block."""
         self._active += 1
         self._idle.clear()
@@ -43,8 +49,29 @@ class Admission:
             yield
         finally:
             self._active -= 1
+            if (client := scope["state"].pop(_HELD, None)) is not None:
+                self._held -= 1
+                self._held_by[client] -= 1
+                if not self._held_by[client]:
+                    del self._held_by[client]
             if self._active == 0:
                 self._idle.set()
+
+    def hold_connection(self, scope: Scope) -> None:
+        """The whole request has come. From now on its connection is not closed for another one, until it is answered.
+
+        Requests hold at most a part of all connections, and one client's at most HELD_PER_FREE times what they leave.
+
+        Raises:
+            QueueFull: they hold that many.
+        """
+        client, most = current_client.get(), int(_HELD_SHARE * most_connections())
+        own = self._held_by.get(client, 0) + 1
+        if self._held + 1 + own // HELD_PER_FREE > most:
+            raise QueueFull(f"{self._held} requests are being answered, {own - 1} of them yours, at most {most} may be")
+        self._held += 1
+        self._held_by[client] = own
+        scope["state"][_HELD] = client
 
     @asynccontextmanager
     async def body_time(self, seconds: float) -> AsyncIterator[None]:
@@ -109,8 +136,7 @@ class AdmissionMiddleware:
             return
         if (record := current_request.get()) is not None:
             record.key = holder.name
-        address = (scope.get("client") or ("",))[0]  # the proxy's, if there is one
-        current_client.set(holder.name or address)
+        current_client.set(holder.name or address_of(scope))
         if scope["path"] in self._generating_paths:
             await self._generate(scope, receive, send, holder.limits)
         else:
@@ -126,15 +152,17 @@ class AdmissionMiddleware:
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
-        with self._admission.count(), limits.running():
+        with self._admission.count(scope), limits.running():
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self) -> ApiError | None:
-        """Why no request may generate now, before its body is read and tokenized."""
+        """Why no request of the current client may generate now, before its body is read and tokenized."""
         if self._admission.is_draining:
             return unavailable("the server is shutting down")
-        if not self._client.has_room():
-            return as_api_error(QueueFull(f"{self._client.max_waiting} requests are waiting already"))
+        try:
+            self._client.check_room(current_client.get())
+        except QueueFull as full:
+            return as_api_error(full)
         return None
 
     def _holder(self, scope: Scope) -> KeyHolder:

@@ -21,7 +21,7 @@ from eagle_server.api.guard.rate_limits import current_client
 from eagle_server.api.schemas.base import Body, JsonSize, TooManyValues, parse
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
-from eagle_server.api.telemetry.request_record import waited
+from eagle_server.api.telemetry.request_record import began, waited
 from eagle_server.client.client import GenerationTimeout
 from eagle_server.machine import usable_memory
 from eagle_server.turns import Lane
@@ -146,13 +146,16 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
     A request that waits for a thread counts as waiting. It is dropped if its client leaves or the server stops.
 
     Raises:
+        QueueFull: the queue has no places for its sequences.
         ApiError: status 503, the server is shutting down, or holds too many bodies.
         GenerationTimeout: the request's timeout is over.
         ClientDisconnect: the client has left.
     """
-    if body.size <= SHORT_BODY:
-        return function()
     service, admission = service_of(request), admission_of(request)
+    places = service.client.prepare(current_client.get(), body.sequences, began())
+    if body.size <= SHORT_BODY:
+        with places:
+            return function()
     seconds = service.timeout_of(body.timeout)
 
     def begin() -> T:
@@ -162,7 +165,7 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
 
     try:
         async with asyncio.timeout(None if seconds is None else seconds - waited()):
-            with service.client.prepare():
+            with places:
                 return await while_connected(request.receive, _held_in(_lane(body.size), body, begin))
     except TimeoutError:
         assert seconds is not None

@@ -14,8 +14,9 @@ import resource
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from http import HTTPStatus
 from weakref import WeakKeyDictionary
 
 import h11
@@ -24,9 +25,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from eagle_server.api.connection import ABORT
+from eagle_server.api.errors import bad_request
+from eagle_server.api.guard.addresses import address_of
 from eagle_server.turns import Turns
 
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/guard/body.py
+LEAST_READ = 2**16  # bytes of an answer, or its rest, that a client must read in that time
 READING_SECONDS = 10.0  # if a client reads nothing for so long, its answer may be cut when connections are needed
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
@@ -96,15 +101,18 @@ _parsing: WeakKeyDictionary[asyncio.AbstractEventLoop, _Parsing] = WeakKeyDictio
 class BoundedConnection(H11Protocol):
     """A connection that records since when it waits for its client, and parses its input in parts."""
 
+    on_malformed: Callable[[], None] | None = None  # called when what was received is no HTTP
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._since = time.monotonic()
-        self._unsent = 0
+        self._unsent = 0  # bytes that its client had not read when it last read enough of them
         self._received = bytearray()  # and not parsed
         self._before = b""  # the last bytes that were parsed
         self._body_left = 0  # bytes of the body that are to come, if its length is known
         self._ignored = 0
         self._is_half_closed = False
         self._probed: object = None  # the newest request for which an interim answer was sent
+        self.app_state = {**self.app_state, ABORT: transport.abort}
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
@@ -202,6 +210,20 @@ class BoundedConnection(H11Protocol):
             self._wait_for_turn()
         self._close_if_done()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP with the API's error object, and count it."""
+        if self.on_malformed is not None:
+            self.on_malformed()
+        body = bad_request(msg, code="invalid_http").body
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        parts = [
+            h11.Response(status_code=HTTPStatus.BAD_REQUEST, headers=[*headers, (b"connection", b"close")]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. If a whole request waits for its answer, the connection stays open for that.
 
@@ -261,7 +283,7 @@ class BoundedConnection(H11Protocol):
     @property
     def address(self) -> str:
         """The client's, or the proxy's."""
-        return self.client[0] if self.client else ""
+        return address_of({"client": self.client})
 
     @property
     def wait(self) -> Wait:
@@ -277,9 +299,10 @@ class BoundedConnection(H11Protocol):
     def is_overdue(self, now: float) -> bool:
         """Whether its client has sent and read nothing useful for too long. Called about once a second."""
         unsent = self.transport.get_write_buffer_size()
-        if (self.wait is Wait.NOTHING and not self.transport.is_closing()) or unsent < self._unsent:
-            self._since = now
-        self._unsent = unsent
+        is_reading = bool(self._unsent) and unsent <= max(0, self._unsent - LEAST_READ)
+        if is_reading or (self.wait is Wait.NOTHING and not self.transport.is_closing()):
+            self._since, self._unsent = now, unsent
+        self._unsent = max(self._unsent, unsent)
         return now - self._since > REQUEST_SECONDS
 
     def _close_others(self, count: int) -> None:
@@ -294,12 +317,23 @@ class BoundedConnection(H11Protocol):
             connection.transport.abort()
 
 
-def close_overdue(connections: Iterable[asyncio.Protocol]) -> None:
-    """Close the connections whose clients are overdue, whatever they still have to send."""
+def close_overdue(connections: Iterable[asyncio.Protocol], most_unread: int) -> None:
+    """Close the connections whose clients are overdue, whatever they still have to send.
+
+    If unread answers have more than `most_unread` bytes together, also those with the largest ones.
+    """
     now = time.monotonic()
-    for connection in list(connections):
-        if isinstance(connection, BoundedConnection) and connection.is_overdue(now):
-            connection.transport.abort()
+    bounded = [connection for connection in connections if isinstance(connection, BoundedConnection)]
+    overdue = [connection for connection in bounded if connection.is_overdue(now)]
+    unread = [(each.transport.get_write_buffer_size(), id(each), each) for each in bounded]
+    total = sum(size for size, *_ in unread)
+    for size, _, connection in sorted(unread, reverse=True) if total > most_unread else ():
+        if total <= most_unread:
+            break
+        overdue.append(connection)
+        total -= size
+    for connection in overdue:
+        connection.transport.abort()
 
 
 def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
@@ -309,17 +343,20 @@ def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
             connection.transport.abort()
 
 
-class CloseUnlessContinued:
-    """ASGI middleware: an answer to `expect: 100-continue` that does not wait for the body ends the connection.
+class CloseIfAmbiguous:
+    """ASGI middleware: ends a connection after an answer if it is ambiguous where the next request begins.
 
-    The client may then send the body or not, so the server could not tell the body from the next request.
+    That is so if the client sent `expect: 100-continue` and the answer did not wait for the body, which may come or
+    not, and if the body had both a length and chunks (RFC 9112, section 6.1).
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or Headers(scope=scope).get("expect", "").lower() != "100-continue":
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        is_doubled = "content-length" in headers and "transfer-encoding" in headers
+        if not is_doubled and headers.get("expect", "").lower() != "100-continue":
             await self._app(scope, receive, send)
             return
         is_read = False
@@ -330,7 +367,7 @@ class CloseUnlessContinued:
             return await receive()
 
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and not is_read:
+            if message["type"] == "http.response.start" and (is_doubled or not is_read):
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 

@@ -14,12 +14,12 @@ from eagle_server.api.guard.rate_limits import ClientLimits
 logger = logging.getLogger(__name__)
 
 _SHORT = 16  # characters; a shorter key after a name may be the rest of a key with a colon
-_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
+_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.*)")
 
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """The owner of keys. Several keys may have one name, and share its limits. The name is "" if no key is needed."""
+    """The owner of keys. Several keys may have one name, and share its limits. Who needs no key has the name ""."""
 
     name: str
     limits: ClientLimits
@@ -31,7 +31,7 @@ class ApiKeys:
     def __init__(self, key: str | None, file: str | None, limits: Callable[[], ClientLimits]) -> None:
         """
         Raises:
-            ValueError: the file has no key, or one twice.
+            ValueError: the file has no key, one twice, or a name without one.
             OSError: it cannot be read.
         """
         self._key, self._file, self._limits = key, file, limits
@@ -62,8 +62,8 @@ class ApiKeys:
 
     @property
     def nobody(self) -> KeyHolder:
-        """The holder if no key is needed."""
-        return next(iter(self._holders.values()))
+        """The holder of requests that need no key: all of a server without keys, else those for open paths."""
+        return self._holders.get("") or KeyHolder("", ClientLimits())
 
     @property
     def are_needed(self) -> bool:
@@ -86,7 +86,7 @@ def read_keys(path: Path) -> dict[str, str]:
     Empty lines and lines that begin with # are skipped.
 
     Raises:
-        ValueError: there is no key, or one twice.
+        ValueError: there is no key, one twice, or a name without one.
         OSError: it cannot be read.
     """
     names: dict[str, str] = {}
@@ -96,6 +96,8 @@ def read_keys(path: Path) -> dict[str, str]:
             continue
         match = _NAMED.fullmatch(text)
         name, key = (match[1], match[2].strip()) if match else (f"key-{len(names) + 1}", text)
+        if not key:  # a variable was empty, or the file is half written
+            raise ValueError(f"--api-key-file {path}: line {number} has the name {name}, and no key after the colon")
         if match and len(key) < _SHORT:
             logger.warning("%s: line %d is read as name:key, and the key of %s is short", path, number, name)
         if key in names:

@@ -102,6 +102,11 @@ class SamplingBody(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     cache_salt: ShortText | None = None
 
+    @property
+    def sequences(self) -> int:
+        """Number of sequences to generate."""
+        return 1
+
 
 class GenerationBody(SamplingBody):
     """Parameters of completions and chats."""
@@ -154,7 +159,6 @@ class GenerationBody(SamplingBody):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences to generate."""
         return self.candidates
 
     @property

@@ -86,10 +86,14 @@ class AccessLog:
         record = RequestRecord(scope["state"]["request_id"], scope["method"], scope["path"], Headers(scope=scope))
         # Never reset: later log lines of this task, such as an unexpected exception's, belong to this request too.
         current_request.set(record)
+        is_whole = False
 
         async def send_and_note(message: Message) -> None:
+            nonlocal is_whole
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+            else:
+                is_whole = not message.get("more_body", False)
             await send(message)
 
         try:
@@ -98,7 +102,8 @@ class AccessLog:
             record.status = record.status or HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         finally:
-            record.status = record.status or CLIENT_CLOSED_REQUEST
+            if not record.status or (record.status < HTTPStatus.BAD_REQUEST and not is_whole):
+                record.status = CLIENT_CLOSED_REQUEST
             _log(record)
             self._on_answered(record)
             for observe in self._on_generated if record.engine_requests else ():

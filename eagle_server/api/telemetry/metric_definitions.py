@@ -48,7 +48,7 @@ class MetricDefinitions:
 
     def _add_state(self, ready: Ready) -> None:
         self.running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded.")
-        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.")
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Sequences waiting to be prepared or scheduled.")
         self.waiting_clients = self._gauge(
             "eagle_server_waiting_clients", "Clients with requests that wait; they take turns."
         )
@@ -123,7 +123,7 @@ class MetricDefinitions:
         self.params_n = self._histogram("vllm:request_params_n", "The parameter n.", CHOICES)
         self.params_max_tokens = self._histogram("vllm:request_params_max_tokens", "The parameter max_tokens.", sizes)
         self.time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From submission to the first token.", FIRST_TOKEN_SECONDS
+            "vllm:time_to_first_token_seconds", "From the HTTP header to the first token.", FIRST_TOKEN_SECONDS
         )
         self.inter_token_latency = self._histogram(
             "vllm:inter_token_latency_seconds",
@@ -133,13 +133,13 @@ class MetricDefinitions:
         self.time_per_output_token = self._histogram(
             "vllm:request_time_per_output_token_seconds", "Decoding time per token after the first.", TOKEN_SECONDS
         )
-        self.e2e_latency = self._seconds("e2e_request_latency", "From submission to the last token.")
+        self.e2e_latency = self._seconds("e2e_request_latency", "From the HTTP header to the last token.")
         self.api_seconds = self._histogram(
             "eagle_server_api_seconds",
             "Time of a request in the API: before its submission to the engine and after its last token.",
             API_SECONDS,
         )
-        self.queue_time = self._seconds("request_queue_time", "From submission to the first scheduling.")
+        self.queue_time = self._seconds("request_queue_time", "From the HTTP header to the first scheduling.")
         self.prefill_time = self._seconds(
             "request_prefill_time", "From the first scheduling until the prompt was prefilled."
         )

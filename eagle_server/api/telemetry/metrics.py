@@ -66,7 +66,6 @@ class ServerMetrics(Observer):
     def attached(self, ready: Ready) -> None:
         self._engine_pid = ready.pid
         if self._definitions is not None:
-            self._definitions.engine_restarts.inc()
             return
         self._definitions = MetricDefinitions(self.registry, self._model_name, ready)
         self._definitions.running.set_function(lambda: self._state(lambda stats: stats.running))
@@ -77,6 +76,8 @@ class ServerMetrics(Observer):
         self._definitions.draft_warning.set_function(lambda: self._state(lambda stats: stats.draft_warning is not None))
 
     def detached(self) -> None:
+        if self._definitions is not None:
+            self._definitions.engine_restarts.inc()  # of those too that end before they are ready
         for record in self._records.values():
             record.engine_died = True
 
@@ -125,7 +126,7 @@ class ServerMetrics(Observer):
         if delta.token_ids:
             if record.newest_token is None:
                 record.first_token = now
-                self._defined.time_to_first_token.observe(now - record.submitted)
+                self._defined.time_to_first_token.observe(now - record.began)
             else:
                 self._defined.inter_token_latency.observe(now - record.newest_token)
             record.newest_token = now
@@ -188,7 +189,7 @@ class ServerMetrics(Observer):
         metrics.params_max_tokens.observe(request.sampling.max_tokens)
         if record.n is not None:
             metrics.params_n.observe(record.n)
-        metrics.e2e_latency.observe(record.ended - record.submitted)
+        metrics.e2e_latency.observe(record.ended - record.began)
         timing = record.last.timing if record.last is not None else None
         if timing is None:
             return
@@ -199,7 +200,11 @@ class ServerMetrics(Observer):
         if record.tokens > 1:
             metrics.time_per_output_token.observe(timing.decode / (record.tokens - 1))
 
-    # --- The access log's events. ---
+    # --- The events of HTTP. ---
+
+    def malformed(self) -> None:
+        """What came is no HTTP request, and was answered with 400."""
+        self._responses.labels("other", "other", "400").inc()
 
     def responded(self, paths: Collection[str], record: RequestRecord) -> None:
         """An HTTP request has ended. Paths that are not among `paths`, and other methods, have one label each."""

@@ -30,6 +30,11 @@ class EngineRequestRecord:
     engine_died: bool = False
 
     @property
+    def began(self) -> float:
+        """When the header of the HTTP request came."""
+        return self.submitted if self.request.began is None else self.request.began
+
+    @property
     def answer_tokens(self) -> int:
         return self.tokens if self.kept is None else self.kept
 
@@ -49,7 +54,8 @@ class EngineRequestRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. `status` is 0 until the response starts. `key` is the name of its API key, "" without one."""
+    """One HTTP request. `status` is 0 until the response starts, and that of the error or 499 if a stream did not come
+    to its end. `key` is the name of its API key, "" without one."""
 
     request_id: str
     method: str
@@ -98,7 +104,12 @@ def log_context() -> Mapping[str, str]:
     return {} if record is None else {"request_id": record.request_id}
 
 
+def began() -> float:
+    """When the header of this task's HTTP request came, by time.monotonic(). Outside of one: now."""
+    record = current_request.get(None)
+    return time.monotonic() if record is None else record.began
+
+
 def waited() -> float:
     """Seconds since the header of this task's HTTP request came; 0 outside of one."""
-    record = current_request.get(None)
-    return 0.0 if record is None else time.monotonic() - record.began
+    return time.monotonic() - began()

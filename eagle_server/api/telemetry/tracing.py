@@ -77,9 +77,7 @@ def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeVa
         "gen_ai.usage.completion_tokens": request.output_tokens,
         "gen_ai.usage.output_tokens": request.output_tokens,
     }
-    firsts = [
-        record.first_token - record.submitted for record in request.engine_requests if record.first_token is not None
-    ]
+    firsts = [record.first_token - record.began for record in request.engine_requests if record.first_token is not None]
     if firsts:
         values["gen_ai.latency.time_to_first_token"] = min(firsts)
     ended = [record for record in request.engine_requests if record.ended is not None]
@@ -98,7 +96,7 @@ def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeVa
 def _latencies(record: EngineRequestRecord) -> dict[str, AttributeValue]:
     values: dict[str, AttributeValue] = {}
     if record.ended is not None:
-        values["gen_ai.latency.e2e"] = record.ended - record.submitted
+        values["gen_ai.latency.e2e"] = record.ended - record.began
     if record.last is not None and record.last.timing is not None:
         timing = record.last.timing
         values["gen_ai.latency.time_in_queue"] = timing.queue

@@ -82,6 +82,7 @@ class FlashInferBackend(ABC):
 
     ragged_trees: ClassVar[bool] = False  # captured graphs have fixed shapes
     native_caches: ClassVar[None] = None
+    plans_on_device: ClassVar[bool] = True
 
     def __init__(
         self, pool: Pool, workspace: Workspace, specs: Collection[tuple[Any, ...]], limits: AttentionLimits

@@ -7,7 +7,7 @@ computes the tree's block. Each plan of an MLA wrapper makes a new inner object,
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class FlashInferMLAAttention(FlashInferBackend):
         ValueError: FlashInfer has no kernels for the dtype, or a spec has a sliding window.
         ImportError: FlashInfer is not installed.
     """
+
+    plans_on_device: ClassVar[bool] = False  # the library's planner cuts the work by the host's lengths
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from eagle_server.ops.linear import quantize
 from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.build import SOURCES
 from eagle_server.ops.native.linear import CACHE_LINE, NativeWeight
-from eagle_server.ops.whole_file import put_whole
+from eagle_server.ops.whole_file import put_whole, remove_unfinished
 
 _TYPES = {torch.uint8: "U8", torch.float32: "F32"}
 _DIGITS = 16  # of a file's name
@@ -42,12 +41,11 @@ class PackedCache:
         """`directory` keeps the files. Their names change with the checkpoint, and with how weights are rounded.
 
         Raises:
-            CheckpointError: the directory cannot be written.
+            CheckpointError: it is no directory, and none can be made.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError(f"no permission to write in {directory}")
+            remove_unfinished(directory)
         except OSError as error:
             raise CheckpointError(f"--quantization-cache: {directory} cannot be used ({error})") from None
         digest = hashlib.sha256(f"{quantization} {dtype}".encode())

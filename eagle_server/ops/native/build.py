@@ -8,6 +8,7 @@ them. Without those the torch twins compute everything.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -15,8 +16,10 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,10 +29,12 @@ from eagle_server.ops.whole_file import put_whole
 OPS = Path(__file__).parents[1]
 SOURCES = next((path for path in (OPS / "kernels", OPS.parents[1] / "kernels") if path.is_dir()), OPS) / "cpu"
 BUILT = SOURCES.parent / "built"
-CACHE = Path("~/.cache/eagle_server/kernels")
+_USER_CACHE = Path(os.path.expandvars("$XDG_CACHE_HOME"))  # as it is written if there is no such variable
+CACHE = (_USER_CACHE if _USER_CACHE.is_absolute() else Path("~/.cache")) / "eagle_server" / "kernels"
 _NATIVE = "-march=native"
 _FLAGS = ("-std=c++2a", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 _TIMEOUT = 300  # seconds, for the compiler
+_LEAST_SPACE = 2**26  # bytes that must be free where the library is kept; it has about a tenth
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,33 @@ def library() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
     try:
-        return _loaded(CACHE.expanduser(), _compiler())
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        return _compiled(_compiler())
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         path = _built_before()
         if path is None:
             raise BuildError(str(error)) from None
         return ctypes.CDLL(str(path))
+
+
+def _compiled(compiler: str) -> ctypes.CDLL:
+    """The library where it is kept, or else compiled into the first directory that can keep it."""
+    directories, name, reasons = _directories(), f"{_key(compiler)}.so", list[OSError]()
+    for directory in sorted(directories, key=lambda directory: not (directory / name).is_file()):
+        try:
+            return _loaded(directory / name)
+        except OSError as error:
+            reasons.append(error)
+    raise reasons[0] if reasons else OSError("there is no directory to keep the kernels in")
+
+
+def _directories() -> list[Path]:
+    """Where the library may be kept: in the user's cache, or if that cannot be used among temporary files."""
+    found = []
+    with suppress(RuntimeError):  # there is no home
+        found.append(CACHE.expanduser())
+    with suppress(OSError):
+        found.append(Path(tempfile.gettempdir()) / f"eagle_server-kernels-{os.getuid()}")
+    return found
 
 
 def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
@@ -126,30 +152,38 @@ def _built_before() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _loaded(directory: Path, compiler: str) -> ctypes.CDLL:
-    """The library in this directory. It is compiled if it is not there, is damaged, or cannot be loaded."""
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library at this path. It is compiled if it is not there, is damaged, or cannot be loaded.
+
+    Raises:
+        OSError: the directory cannot be used.
+        BuildError: the library cannot be compiled, or might be another user's.
+    """
+    _put_library(path)
     try:
-        return ctypes.CDLL(str(_cached(directory, compiler)))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         logger.warning("%s: it is compiled again", error)
-        return ctypes.CDLL(str(_cached(directory, compiler, anew=True)))
+        path.unlink()
+        _put_library(path)
+        return ctypes.CDLL(str(path))
 
 
-def _cached(directory: Path, compiler: str, *, anew: bool = False) -> Path:
-    """Where the library is. Several processes may compile it at once. `anew`: also if it is there."""
-    path = directory / f"{_key(compiler)}.so"
+def _put_library(path: Path) -> None:
+    """Compile the library if it is not there whole. Several processes may do so at once. Raises as `_loaded`."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(directory)
-        if anew or not _is_whole(path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(path.parent)
+        if not _is_whole(path):
+            if shutil.disk_usage(path.parent).free < _LEAST_SPACE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             logger.info("compiling the kernels for this processor, once; this may take half a minute")
             began = time.perf_counter()
             put_whole(path, _compile_sealed)
             logger.info("compiled them in %.1f s into %s", time.perf_counter() - began, path)
         _check_owner(path)
     except OSError as error:
-        raise BuildError(f"{directory} cannot be used ({error})") from None
-    return path
+        raise OSError(f"{path.parent} cannot be used ({error})") from None
 
 
 def _compile_sealed(path: Path) -> None:

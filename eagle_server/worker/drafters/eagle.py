@@ -40,6 +40,7 @@ class EagleDrafter:
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         tree = setup.tree
         self.head, self.attention = head, setup.attention(self.graph_rows(setup))
+        self.proposes_ahead = self.attention.plans_on_device and not setup.per_node
         self.steps = tree.model_steps
         self.topk = self.widest = tree.topk
         self.graphs, self.per_node = setup.graphs, setup.per_node

@@ -46,6 +46,7 @@ class Drafter(Protocol[State]):
     steps: int  # levels of its deepest tree
     widest: int  # the largest topk that a budget may choose; 1: it has no choice
     extends_ahead: bool  # `extend` reads device tensors and host lengths alone, and its State has `rows_of(requests)`
+    proposes_ahead: bool  # so does a captured `propose`, and the host's lengths may be out of date
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""

@@ -30,6 +30,7 @@ class StaticEagleDrafter(EagleDrafter):
         self.tree = tree = static_tree(setup.tree.choices, setup.device)
         super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
         self.steps, self.widest = len(tree.levels), 1
+        self.proposes_ahead = False  # the window of a static tree would not fit behind the accepted tokens
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of every level."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,28 @@ def test_a_full_disk_does_not_end_a_start(
     assert logits(load(directory, kept)).equal(expected)
     assert "cannot be written ([Errno 28] No space left on device)" in caplog.text
     assert not list(kept.iterdir()), "and nothing stays behind"
+
+
+def test_a_directory_that_cannot_be_written_serves_what_it_has(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = checkpoint(tmp_path / "target")
+    expected = logits(load(directory, kept))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(linear, "quantize", refuse_rounding)
+    with caplog.at_level(logging.INFO):
+        assert logits(load(directory, kept)).equal(expected)
+    assert "are mapped from" in caplog.text
+
+
+def test_what_killed_starts_left_is_removed(tmp_path: Path, kept: Path) -> None:
+    for name, age in (("old", 7200), ("new", 60)):
+        (kept / f".unfinished-{name}").mkdir(parents=True)
+        for path in (kept / f".unfinished-{name}" / "file", kept / f".unfinished-{name}"):
+            path.touch()
+            os.utime(path, (time.time() - age,) * 2)
+    load(checkpoint(tmp_path / "target"), kept)
+    assert [path.name for path in kept.glob(".unfinished-*")] == [".unfinished-new"]
 
 
 def test_starts_at_once_all_serve_and_leave_one_whole_file(tmp_path: Path, kept: Path) -> None:

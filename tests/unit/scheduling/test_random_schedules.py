@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.block_events import BlockEvents
@@ -134,7 +135,7 @@ def random_requests(rng: random.Random, longest: int, count: int = 30) -> list[R
         own = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 12))]
         fresh = (rng.choice(beginnings)[: rng.randrange(longest)] + own)[:longest]
         prompts.append(rng.choice(prompts) if prompts and rng.random() < 0.5 else fresh)
-    return [
+    requests = [
         request(
             i,
             prompt,
@@ -144,6 +145,7 @@ def random_requests(rng: random.Random, longest: int, count: int = 30) -> list[R
         )
         for i, prompt in enumerate(prompts)
     ]
+    return [replace(each, client=rng.choice(("many", "many", "many", "few"))) for each in requests]
 
 
 def expected_text(each: Request) -> list[int]:

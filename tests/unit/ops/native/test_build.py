@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,12 +31,20 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (directory / "kernels.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", directory)
     monkeypatch.setattr(build, "CACHE", tmp_path / "kept")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return directory
 
 
 def load() -> ctypes.CDLL:
     """As a new process does it."""
     return build.library.__wrapped__()
+
+
+def put(directory: Path) -> Path:
+    """Compile the library into a directory, without loading it: this process must not map what will be damaged."""
+    path = directory / f"{build._key(build._compiler())}.so"
+    build._put_library(path)
+    return path
 
 
 def kept(tmp_path: Path) -> Path:
@@ -89,7 +98,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_library_is_compiled_again(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, sources: Path
 ) -> None:
-    build._cached(build.CACHE, build._compiler())  # not loaded: this process must not map what is damaged
+    put(build.CACHE)
     DAMAGES[damage](kept(tmp_path))
     assert load().answer() == 42
     assert "is damaged" in caplog.text
@@ -97,7 +106,7 @@ def test_a_damaged_library_is_compiled_again(
 
 
 def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = build._cached(build.CACHE, build._compiler())
+    path = put(build.CACHE)
     content = b"of another machine"
     path.write_bytes(content + build.hashlib.sha256(content).digest())
     assert load().answer() == 42
@@ -107,7 +116,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path: Path, caplo
 @pytest.mark.parametrize("damaged", [False, True])
 def test_several_starts_at_once(damaged: bool, tmp_path: Path, sources: Path) -> None:
     if damaged:
-        os.truncate(build._cached(build.CACHE, build._compiler()), 5000)
+        os.truncate(put(build.CACHE), 5000)
     script = f"""
 from pathlib import Path
 from eagle_server.ops.native import build
@@ -134,7 +143,43 @@ def test_what_is_not_finished_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(BuildError, match="others may write it"):
-        build._cached(tmp_path, build._compiler())
+        put(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a file in its way", "full", "no home"])
+def test_without_a_cache_it_is_kept_among_temporary_files(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "a file in its way":
+        (tmp_path / "kept").write_text("")
+    elif kind == "full":
+        free, usage = build.shutil.disk_usage(tmp_path), build.shutil.disk_usage
+        full = type(free)(free.total, free.total, 0)
+        monkeypatch.setattr(build.shutil, "disk_usage", lambda path: full if path.name == "kept" else usage(path))
+    else:
+        monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert load().answer() == 42
+    (library,) = (tmp_path / "temporary").glob("eagle_server-kernels-*/*.so")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(build, "compile_kernels", lambda path: pytest.fail("compiled twice"))
+    assert load().answer() == 42
+
+
+def test_without_any_directory_the_reason_is_that_of_the_first_one(tmp_path: Path) -> None:
+    for name in ("kept", "temporary"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(BuildError, match="kept cannot be used"):
+        load()
+
+
+def test_the_cache_follows_the_users_variable() -> None:
+    code = "from eagle_server.ops.native import build; print(build.CACHE)"
+    for value, path in (("/var/cache/x", "/var/cache/x/eagle_server/kernels"), ("", "~/.cache/eagle_server/kernels")):
+        env = {**os.environ, "XDG_CACHE_HOME": value}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == path
 
 
 def test_compiling_is_announced_before_it_begins(

@@ -1,4 +1,4 @@
-"""Draft-extend of the next cycle runs while the host reads the results, and only where it is the next cycle's own."""
+"""The next cycle's drafts are made while the host reads the results, and taken only where they are that cycle's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eagle_server.engine.engine import Engine
+from eagle_server.plan import TreeShape
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.cycle import Cycle
@@ -41,31 +42,55 @@ def engine(topk: int = 4, **settings: Any) -> Engine:
 
 
 def events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that receives what happens: "extend", "read" for the results, "found" for a draft-extend done before."""
+    """A list that receives what happens: "extend", "propose", "read" for the results.
+
+    "found" and "taken" are for a draft-extend and trees that were made before.
+    """
     seen: list[str] = []
-    extend, outputs = engine.worker.drafter.extend, Cycle.outputs
-    monkeypatch.setattr(engine.worker.drafter, "extend", lambda batch: (seen.append("extend"), extend(batch))[1])
-    take = engine.worker.drafting._take_extended
+    drafter, drafting, outputs = engine.worker.drafter, engine.worker.drafting, Cycle.outputs
 
-    def found(batch: DecodeBatch, clock: StageClock) -> Any:
-        state = take(batch, clock)
-        seen.extend(["found"] * (state is not None))
-        return state
+    def noted(owner: object, name: str, event: str) -> None:
+        method = getattr(owner, name)
 
-    monkeypatch.setattr(engine.worker.drafting, "_take_extended", found)
+        def call(*arguments: Any) -> Any:
+            if owner is drafter:
+                seen.append(event)
+            result = method(*arguments)
+            if owner is drafting and result is not None:
+                seen.append(event)
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("extend", "propose"):
+        noted(drafter, name, name)
+    noted(drafting, "_take_extended", "found")
+    noted(drafting, "_take_proposed", "taken")
     monkeypatch.setattr(Cycle, "outputs", lambda copy: (seen.append("read"), outputs(copy))[1])
     return seen
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_each_cycle_finds_its_draft_extend_done(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cycle_finds_its_trees_done(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = engine(topk)
     assert ahead.overlaps
     seen = events(ahead, monkeypatch)
     run(ahead, REQUESTS[:1])
-    # The prompt's cycle, then one draft-extend of its own, then one ahead in each cycle but the last.
-    first, last = ["read", "extend", "extend", "read"], ["found", "read"]
-    assert seen == [*first, *["found", "extend", "read"] * (ahead.stats().cycles - 3), *last]
+    # The prompt's cycle, then drafts of its own, then those of the next one ahead in each cycle but the last.
+    drafts, taken = ["extend", "propose"], ["found", "taken"]
+    between = [*taken, *drafts, "read"] * (ahead.stats().cycles - 3)
+    assert seen == ["read", *drafts, *drafts, "read", *between, *taken, "read"]
+
+
+def test_trees_of_another_shape_are_drafted_again_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = engine()
+    each.add(REQUESTS[0])
+    each.step()
+    each.step()
+    each.worker.drafting._proposed_shape = TreeShape(1, 2)
+    seen = events(each, monkeypatch)
+    each.step()
+    assert seen == ["found", "propose", "extend", "propose", "read"]
 
 
 @pytest.mark.parametrize("topk", [1, 4])
@@ -87,7 +112,8 @@ def test_who_goes_on_uses_what_was_computed_when_others_end(monkeypatch: pytest.
     each = engine()
     seen = events(each, monkeypatch)
     run(each, REQUESTS)
-    assert seen.count("extend") == each.stats().cycles - 1, "one of its own, and one ahead in each but the last cycle"
+    for name in ("extend", "propose"):
+        assert seen.count(name) == each.stats().cycles - 1, "one of its own, and one ahead in each but the last cycle"
 
 
 def test_none_runs_ahead_in_a_cycle_that_completes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +123,9 @@ def test_none_runs_ahead_in_a_cycle_that_completes_a_prompt(monkeypatch: pytest.
     for _ in range(3):
         each.step()
     each.add(request("joins", range(3, 20), ignore_eos=True))
-    chunk = ["found", "extend", "read"]
-    for cycle in (chunk, chunk, ["found", "read"], ["extend", "extend", "read"]):
+    taken, drafts = ["found", "taken"], ["extend", "propose"]
+    chunk = [*taken, *drafts, "read"]
+    for cycle in (chunk, chunk, [*taken, "read"], [*drafts, *drafts, "read"]):
         seen.clear()
         each.step()
         assert seen == cycle, "three chunks, then a batch that nobody knew before"
@@ -135,11 +162,24 @@ def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: py
             torch.testing.assert_close(hidden[:rows], others[:rows], rtol=1e-4, atol=1e-5)
         return state
 
+    def compared_trees(batch: DecodeBatch, cycle: Cycle) -> Any:
+        tree = take_trees(batch, cycle)
+        if tree is not None:
+            trees[0] += 1
+            tree, count = own(tree), len(batch.decodes)
+            expected = drafting.drafter.propose(drafting.drafter.extend(batch), batch)
+            for name in ("tokens", "parents", "depths", "mask", "positions"):
+                assert getattr(tree, name)[:count].equal(getattr(expected, name)[:count]), name
+            torch.testing.assert_close(tree.scores[:count], expected.scores[:count])
+        return tree
+
+    trees, take_trees = [0], drafting._take_proposed
     monkeypatch.setattr(drafting, "budget", Sometimes())
     monkeypatch.setattr(drafting, "_take_extended", compared)
+    monkeypatch.setattr(drafting, "_take_proposed", compared_trees)
     run(each, REQUESTS, joining=LATER)
     assert each.stats().preemptions > 0
-    assert found[0] > 10
+    assert found[0] > 10 and trees[0] > 10
 
 
 @pytest.mark.parametrize("length", [8, 9, 10, 11])  # also so that it continues where the other one would have
@@ -153,11 +193,12 @@ def test_a_request_that_takes_the_row_of_another_gets_its_own(length: int, monke
     each.abort("a")
     seen = events(each, monkeypatch)
     assert tokens_of(run(each, [request("b", prompt, ignore_eos=True)]))["b"] == alone["b"]
-    assert seen[:3] == ["read", "extend", "extend"]
+    assert seen[:3] == ["read", "extend", "propose"]
 
 
 def test_the_hosts_other_work_is_done_after_the_launches_and_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    for overlaps, order in ((True, ["found", "extend", "sent", "read"]), (False, ["sent", "extend", "read"])):
+    ahead, own = ["found", "taken", "extend", "propose", "sent", "read"], ["sent", "extend", "propose", "read"]
+    for overlaps, order in ((True, ahead), (False, own)):
         each = engine()
         each.worker.overlaps = overlaps
         seen = events(each, monkeypatch)
