@@ -140,7 +140,9 @@ def test_logits_that_the_host_reads_are_not_overwritten(reads: dict[str, Any], m
         assert seen.count("verify") < each.stats().cycles, "none is for nobody"
     assert tokens_of(outcomes[0]) == tokens_of(outcomes[1])
     for name in ("1", "2", "3"):
-        assert outcomes[0][name].logprobs == outcomes[1][name].logprobs
+        scores = [[each.logprob for each in outcome[name].logprobs] for outcome in outcomes]
+        # Prompts may be rows of a verify forward or not, which rounds otherwise.
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
 def test_broken_logits_are_named_though_they_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
