@@ -134,6 +134,11 @@ class Chunk:
     saves: tuple[StateSave, ...] = ()  # states to save at lengths that the chunk reaches
 
     @property
+    def end(self) -> int:
+        """The position behind the chunk."""
+        return self.start + len(self.tokens)
+
+    @property
     def following(self) -> tuple[int, ...]:
         """The next prompt token after each of the chunk's tokens. The prompt's last token has none."""
         return self.tokens[1:] + (() if self.next_token is None else (self.next_token,))

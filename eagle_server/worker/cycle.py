@@ -15,7 +15,7 @@ from eagle_server.request import DraftTree, FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker import logprobs
-from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
+from eagle_server.worker.batch.batch import Batches, DecodeBatch, PromptBatch
 from eagle_server.worker.batch.draft_tree import draft_tree
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.clock import StageClock
@@ -41,6 +41,8 @@ class Drawn:
     logit_rows: tuple[int, ...]
     tokens: Tensor  # int64 [last chunks, 1]
     finite: Tensor  # bool [last chunks, 1]
+    last: tuple[Chunk, ...]
+    restricted: bool  # as `Cycle.restricted`
 
 
 @dataclass(eq=False)
@@ -82,6 +84,16 @@ class Cycle:
     predicted_seconds: float = 0.0  # of decoding, by the cost model
 
     host: HostCopy = field(init=False)
+
+    def after(self, batch: DecodeBatch, batches: Batches) -> DecodeBatch:
+        """The requests of this cycle's `batch` as they will be in the next one, and those that join it."""
+        after = batch.after(self.accepted)
+        return after if self.drawn is None or not self.joining else batches.join(after, self.joining, self.drawn.tokens)
+
+    @property
+    def joining(self) -> tuple[Chunk, ...]:
+        """The last chunks of prompts: their requests decode in the next cycle."""
+        return () if self.drawn is None else self.drawn.last
 
     @property
     def stage_seconds(self) -> dict[str, float]:
@@ -193,7 +205,7 @@ class Cycle:
                     if known is not None and alternatives is not None:
                         ranked = known.at(newest, sampled, alternatives)
                 else:
-                    failed = _failure(chunk, logits, newest)
+                    failed = _failure(chunk, logits, newest) if self.drawn.restricted else NOT_FINITE
                 last += 1
             if known is not None and chunk.prompt_logprobs:
                 prompt_ranked = known.at(start, chunk.following, chunk.sampling.params.logprobs or 0)

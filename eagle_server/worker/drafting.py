@@ -124,17 +124,19 @@ class TreeDrafting:
         batch = cycle.draft_batch
         if batch is None or not self.extends_ahead or len(batch.decodes) < len(cycle.plan.decodes):
             return
-        if not batch.ranking.is_plain:
+        if max(decode.tokens_left for decode in batch.decodes) - 1 < self._least_left and not cycle.joining:
             return
-        if max(decode.tokens_left for decode in batch.decodes) - 1 < self._least_left:
+        after = cycle.after(batch, self.batches)
+        if not after.ranking.is_plain:
             return
-        clocks = [StageClock(self.batches.device, measured=self.measures_next) for _ in range(2)]
-        after, size = batch.after(cycle.accepted), len(batch.seq_lens_host)
+        clocks, size = [StageClock(self.batches.device, measured=self.measures_next) for _ in range(2)], after.size
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
+        requests += [(chunk.req_pool_index, chunk.end - 1) for chunk in cycle.joining]
         with clocks[0].stage("extend"):
             state, self._extended_rows = self.drafter.extend(after), after.extend_rows
         self.extended.put(state, requests, size, clocks[0])
-        if self.drafter.proposes_ahead and size in self.batches.sizes and not cycle.budget.is_lesson:
+        is_captured = size in self.batches.sizes and self.budget.fits(cycle.budget.shape, size)
+        if self.drafter.proposes_ahead and is_captured and not cycle.budget.is_lesson:
             with clocks[1].stage("propose"):
                 tree, self._proposed_shape = self.drafter.propose(state, after), cycle.budget.shape
             self.proposed.put(tree, requests, size, clocks[1])

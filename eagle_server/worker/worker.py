@@ -180,22 +180,21 @@ class Worker:
         # What this cycle has not taken is out of date.
         self._verified.discard(cycle.clock)
         self.drafting.discard(cycle.clock)
-        if any(chunk.next_token is None for chunk in plan.chunks):
-            return  # its request joins the next cycle
+        if cycle.joining and self.verifier.states is not None:
+            return
         if cycle.draft_batch is not None:
             self.drafting.run_ahead(cycle)
             return
-        if all(decode.tokens_left == 1 for decode in plan.decodes):
+        if all(decode.tokens_left == 1 for decode in plan.decodes) and not cycle.joining:
             return
-        if cycle.restricted:
+        if cycle.restricted or (cycle.drawn is not None and cycle.drawn.restricted):
             return
-        own, after = (
-            StageClock(self.batches.device, measured=self.drafting.measures_next),
-            cycle.batch.after(cycle.accepted),
-        )
+        own = StageClock(self.batches.device, measured=self.drafting.measures_next)
         with own.stage("verify"):
+            after = cycle.after(cycle.batch, self.batches)
             verified = self.verifier.verify(after, root_alone(after.verified_id, after.seq_lens))
         requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in plan.decodes]
+        requests += [(chunk.req_pool_index, chunk.end) for chunk in cycle.joining]
         self._verified.put(verified, requests, len(after.seq_lens_host), own)
 
     def _take_verified(self, batch: DecodeBatch, clock: StageClock) -> Verified | None:
@@ -240,4 +239,5 @@ class Worker:
             newest = upload([row_ends[i] - 1 for i in last], device)
             features = prefilled.features.index_select(0, newest)[:, None]
             self.batches.accepted_tokens.record(starts, indices, tokens, features)
-        return Drawn(prefilled.logits, prefilled.logit_rows, tokens, scores.isfinite())
+        restricted = bool(sampling.transforms)
+        return Drawn(prefilled.logits, prefilled.logit_rows, tokens, scores.isfinite(), tuple(last_chunks), restricted)

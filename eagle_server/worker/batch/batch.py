@@ -69,6 +69,11 @@ class DecodeBatch:
         return PagedRequests(self.req_pool_indices, self.seq_lens, self.req_to_token)
 
     @property
+    def size(self) -> int:
+        """With its padding."""
+        return len(self.seq_lens_host)
+
+    @property
     def extend_rows(self) -> int:
         """Of draft-extend, all requests together."""
         return len(self.seq_lens_host) * self.extend_width
@@ -313,6 +318,37 @@ class Batches:
             sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
             req_to_token=self.table.tensor,
         )
+
+    def join(self, batch: DecodeBatch, chunks: Sequence[Chunk], tokens: Tensor) -> DecodeBatch:
+        """A batch of `DecodeBatch.after`, and the requests whose prompts these last chunks have completed.
+
+        tokens: int64 [n, 1], their first ones, which only the device knows.
+        """
+        joining = [
+            Decode(chunk.req_pool_index, chunk.end, 0, chunk.sampling, grammar_matcher=chunk.grammar_matcher)
+            for chunk in chunks
+        ]
+        decodes, count = batch.decodes + tuple(joining), len(batch.decodes)
+        padding = self._padded_size(len(decodes)) - len(decodes)
+        indices = [each.req_pool_index for each in joining] + [self.pad_row] * padding
+        lens = tuple(each.seq_len for each in joining) + (1,) * padding
+        numbers = upload([indices, lens, [0] * len(lens), [1] * len(lens)], self.device)
+        numbers[2, : len(joining)] = tokens[:, 0]
+        fields = (batch.req_pool_indices, batch.seq_lens, batch.verified_id, batch.extend_lens)
+        known = torch.stack([each[:count] for each in fields])
+        indices_of, seq_lens, verified_id, extend_lens = torch.cat([known, numbers], dim=1)
+        joined = replace(
+            batch,
+            req_pool_indices=indices_of,
+            seq_lens=seq_lens,
+            verified_id=verified_id,
+            extend_lens=extend_lens,
+            decodes=decodes,
+            seq_lens_host=batch.seq_lens_host[:count] + lens,
+            extend_lens_host=(1,) * (len(decodes) + padding),
+            sampling=self._sampling_of(decodes, padding, drafting=False),
+        )
+        return replace(joined, ranking=self._ranking(joined))
 
     def _ranking(self, batch: DecodeBatch) -> DraftRanking:
         """How drafters rank the children of the roots.

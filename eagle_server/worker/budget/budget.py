@@ -72,6 +72,10 @@ class Budget(Protocol):
         """The budget of the next cycle. `able`: which decodes may draft at all."""
         ...
 
+    def fits(self, shape: TreeShape, requests: int) -> bool:
+        """Whether so many requests may draft such trees."""
+        ...
+
     def learn(self, outcome: Outcome) -> float:
         """The newest cycle is over. Returns the seconds that decoding was predicted to take; 0: nothing was."""
         ...
@@ -132,6 +136,9 @@ class FixedBudget:
         largest = TreeShape(self.steps, self.nodes, self.topk)
         is_lesson = self.lessons.next(decodes, largest) and self.estimates is not None
         return CycleBudget(drafting, *largest, is_lesson=is_lesson)
+
+    def fits(self, shape: TreeShape, requests: int) -> bool:
+        return True
 
     def learn(self, outcome: Outcome) -> float:
         if self.estimates is not None and isinstance(outcome, LessonOutcome):
@@ -297,6 +304,9 @@ class AdaptiveBudget:
     def largest(self, requests: int) -> TreeShape:
         """The largest trees that so many requests may draft: those of a lesson."""
         return next(iter(fitting(self.shapes, requests)), TreeShape(self.steps, self.nodes))
+
+    def fits(self, shape: TreeShape, requests: int) -> bool:
+        return not self.shapes or shape in fitting(self.shapes, requests)
 
     def learn(self, outcome: Outcome) -> float:
         if isinstance(outcome, LessonOutcome):

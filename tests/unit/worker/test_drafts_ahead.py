@@ -116,19 +116,19 @@ def test_who_goes_on_uses_what_was_computed_when_others_end(monkeypatch: pytest.
         assert seen.count(name) == each.stats().cycles - 1, "one of its own, and one ahead in each but the last cycle"
 
 
-def test_none_runs_ahead_in_a_cycle_that_completes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_joins_is_part_of_what_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     each = engine(chunked_prefill_size=8)
     seen = events(each, monkeypatch)
     each.add(REQUESTS[0])
     for _ in range(3):
         each.step()
     each.add(request("joins", range(3, 20), ignore_eos=True))
-    taken, drafts = ["found", "taken"], ["extend", "propose"]
-    chunk = [*taken, *drafts, "read"]
-    for cycle in (chunk, chunk, [*taken, "read"], [*drafts, *drafts, "read"]):
+    for requests in (1, 1, 2, 2):
         seen.clear()
         each.step()
-        assert seen == cycle, "three chunks, then a batch that nobody knew before"
+        assert seen == ["found", "taken", "extend", "propose", "read"], "three chunks, then a batch with the new one"
+        computed = each.worker.drafting.proposed._computed
+        assert computed is not None and len(computed.numbers) == requests
 
 
 def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: pytest.MonkeyPatch) -> None:
