@@ -13,6 +13,7 @@ import numpy as np
 from eagle_server.ops.device import upload
 from eagle_server.plan import Decode, SequenceOutput, TreeShape
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
+from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
 from eagle_server.worker.budget.budget import Budget, CycleBudget
@@ -135,10 +136,11 @@ class TreeDrafting:
         with clocks[0].stage("extend"):
             state, self._extended_rows = self.drafter.extend(after), after.extend_rows
         self.extended.put(state, requests, size, clocks[0])
-        is_captured = size in self.batches.sizes and self.budget.fits(cycle.budget.shape, size)
+        shape = cycle.budget.shape  # graphs exist for those that the budget may choose
+        is_captured = size in self.batches.sizes and shape in (fitting(self.budget.shapes, size) or (shape,))
         if self.drafter.proposes_ahead and is_captured and not cycle.budget.is_lesson:
             with clocks[1].stage("propose"):
-                tree, self._proposed_shape = self.drafter.propose(state, after), cycle.budget.shape
+                tree, self._proposed_shape = self.drafter.propose(state, after), shape
             self.proposed.put(tree, requests, size, clocks[1])
 
     def discard(self, clock: StageClock) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -68,12 +68,11 @@ class Budget(Protocol):
     @property
     def lessons(self) -> Lessons: ...
 
+    @property
+    def shapes(self) -> Mapping[int, Sequence[TreeShape]]: ...
+
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         """The budget of the next cycle. `able`: which decodes may draft at all."""
-        ...
-
-    def fits(self, shape: TreeShape, requests: int) -> bool:
-        """Whether so many requests may draft such trees."""
         ...
 
     def learn(self, outcome: Outcome) -> float:
@@ -128,6 +127,7 @@ class FixedBudget:
     topk: int = 0
     estimates: AcceptanceEstimates | None = None
     lessons: Lessons = field(default_factory=Lessons)
+    shapes: ClassVar[Mapping[int, Sequence[TreeShape]]] = MappingProxyType({})  # all have the same trees
 
     is_adaptive = False
 
@@ -136,9 +136,6 @@ class FixedBudget:
         largest = TreeShape(self.steps, self.nodes, self.topk)
         is_lesson = self.lessons.next(decodes, largest) and self.estimates is not None
         return CycleBudget(drafting, *largest, is_lesson=is_lesson)
-
-    def fits(self, shape: TreeShape, requests: int) -> bool:
-        return True
 
     def learn(self, outcome: Outcome) -> float:
         if self.estimates is not None and isinstance(outcome, LessonOutcome):
@@ -304,9 +301,6 @@ class AdaptiveBudget:
     def largest(self, requests: int) -> TreeShape:
         """The largest trees that so many requests may draft: those of a lesson."""
         return next(iter(fitting(self.shapes, requests)), TreeShape(self.steps, self.nodes))
-
-    def fits(self, shape: TreeShape, requests: int) -> bool:
-        return not self.shapes or shape in fitting(self.shapes, requests)
 
     def learn(self, outcome: Outcome) -> float:
         if isinstance(outcome, LessonOutcome):
