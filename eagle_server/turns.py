@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
@@ -40,14 +40,19 @@ class Turns(Generic[T]):
             if not items:
                 del self._clients[client]
 
-    def next(self) -> T:
-        """Take the next item. At least one must wait."""
-        client, items = self._clients.popitem(last=False)
-        if client == self._newest and self._clients:  # its item may still be at work
-            second = self._clients.popitem(last=False)
-            self._clients[client] = items
-            self._clients.move_to_end(client, last=False)
-            client, items = second
+    def next(self, without: Collection[str] = ()) -> T:
+        """Take the next item, if clients in `without` have no turn.
+
+        Raises:
+            KeyError: no item waits, or only those of these clients.
+        """
+        clients = (client for client in self._clients if client not in without)
+        client = next(clients, None)
+        if client is None:
+            raise KeyError("nobody has a turn")
+        if client == self._newest:  # its item may still be at work
+            client = next(clients, client)
+        items = self._clients.pop(client)
         item, _ = items.popitem(last=False)
         self._newest = client
         if items:
@@ -56,24 +61,24 @@ class Turns(Generic[T]):
 
 
 class Lane:
-    """Threads that run the functions of clients, which take turns."""
+    """Threads that run the functions of clients, which take turns.
+
+    A client has all threads but one at most: whoever comes next finds a thread that does not finish another's first.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads, self._lock = ThreadPoolExecutor(threads, name), Lock()
+        self._most = max(1, threads - 1)
         self._turns = Turns[Future[Any]]()
-        self._functions: dict[Future[Any], Callable[[], Any]] = {}
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a function waits for a thread."""
-        return bool(self._turns)
+        self._functions: dict[Future[Any], tuple[str, Callable[[], Any]]] = {}  # those that wait, and their clients
+        self._running = Counter[str]()  # threads by client
 
     def submit(self, client: str, function: Callable[[], T]) -> Future[T]:
         """A future of the function's result. If it is cancelled in time, the function is dropped."""
         future = Future[T]()
         with self._lock:
             self._turns.add(client, future)
-            self._functions[future] = function
+            self._functions[future] = client, function
         future.add_done_callback(partial(self._drop, client))
         self._threads.submit(self._run_next)
         return future
@@ -84,17 +89,29 @@ class Lane:
             self._functions.pop(future, None)
 
     def _run_next(self) -> None:
+        """Run a function if one has a turn. At its end another one may have."""
         with self._lock:
-            if not self._turns:  # one was cancelled
+            try:
+                future = self._turns.next([client for client, count in self._running.items() if count >= self._most])
+            except KeyError:
                 return
-            future = self._turns.next()
-            function = self._functions.pop(future)
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-            del future, function  # the error has this frame, which would keep what they hold
-        else:
-            future.set_result(result)
+            client, function = self._functions.pop(future)
+            self._running[client] += 1
+        if future.set_running_or_notify_cancel():
+            _run(function, future)
+        del function, future  # an error keeps the frames that it came through
+        with self._lock:
+            self._running[client] -= 1
+            if not self._running[client]:
+                del self._running[client]
+        self._threads.submit(self._run_next)
+
+
+def _run(function: Callable[[], T], future: Future[T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+        del future, function  # the error has this frame, which would keep what they hold
+    else:
+        future.set_result(result)

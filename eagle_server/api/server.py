@@ -106,10 +106,11 @@ class Listener:
         await asyncio.gather(self._accepting, *self._beginning, return_exceptions=True)
 
     async def _accept(self) -> None:
-        is_warned, accepted = False, 0
+        is_warned = False
         while True:
             try:
-                client, _ = await self._loop.sock_accept(self._listening)
+                clients = [(await self._loop.sock_accept(self._listening))[0]]
+                clients += self._others()
             except ConnectionError:
                 continue  # the client has left again
             except OSError as error:  # no files, or no memory
@@ -118,17 +119,26 @@ class Listener:
                 is_warned = True
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            task = self._loop.create_task(self._begin(client))
-            self._beginning[task] = None
-            task.add_done_callback(self._ended)
+            for client in clients:
+                task = self._loop.create_task(self._begin(client))
+                self._beginning[task] = None
+                task.add_done_callback(self._ended)
             if len(self._beginning) > max(self._room(), FEWEST_HANDSHAKES):
                 await asyncio.sleep(0)  # all have begun, so each closes its socket
-                oldest = next(iter(self._beginning), task)
-                oldest.cancel()
-                self._ended(oldest)
-            accepted += 1
-            if accepted % ACCEPTED_PER_TURN == 0:
-                await asyncio.sleep(0)
+                excess = len(self._beginning) - max(self._room(), FEWEST_HANDSHAKES)
+                for oldest in list(self._beginning)[: max(0, excess)]:
+                    oldest.cancel()
+                    self._ended(oldest)
+            await asyncio.sleep(0)
+
+    def _others(self) -> list[socket.socket]:
+        """Clients that wait behind the first one. The event loop's own call may take one in each of its turns."""
+        found = list[socket.socket]()
+        with suppress(OSError):  # there is none, or the next call says what is wrong
+            while len(found) < ACCEPTED_PER_TURN - 1:
+                found.append(self._listening.accept()[0])
+                found[-1].settimeout(0)
+        return found
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._beginning.pop(task, None)

@@ -26,7 +26,7 @@ OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.
 
 _MEDIA = re.compile(r"image|img|video|audio|vision|media", re.IGNORECASE)
 _LONG = 1024  # token ids; decoding more takes a millisecond
-# UTF-8 bytes that are tokenized at once. A byte takes up to 160 bytes of memory, and two threads tokenize long texts;
+# UTF-8 bytes that are tokenized at once. A byte takes up to 160 bytes of memory, and four threads tokenize long texts;
 # freeing the tokens of more than 4 MiB holds the interpreter lock for more than 50 ms.
 MAX_PIECE_BYTES = min(2**22, usable_memory() // 16 // 160)
 

@@ -260,6 +260,7 @@ LOADS: dict[str, Load] = {
     "40 streams, few files": Load(long_stream, None, read, clients=40, server="few files"),
     "nothing, 20 kB": Load(plain(), None, clients=0, neighbour=padded(20_000)),
     "nothing, 300 kB": Load(plain(), None, clients=0, neighbour=padded(300_000)),
+    "60 short prompts": Load(lambda number: {"prompt": f"{number}", "max_tokens": 1}, None, clients=60),
     "nothing, regex": Load(plain(), None, clients=0, neighbour=new_regex),
     # Grammars: slow to match, slow to compile, ambiguous.
     "regex: 25 nested stars": Load(
@@ -284,7 +285,7 @@ LOADS: dict[str, Load] = {
     "60 streams": Load(long_stream, "40 streams", read, clients=60),
     "2,000 sequences": Load(places, "40 streams", clients=120),
     "a new client each time": Load(plain(), "40 streams", as_anybody, clients=64),
-    "250 completions, few files": Load(plain(max_tokens=900), "40 streams, few files", clients=250, server="few files"),
+    "200 completions, few files": Load(plain(max_tokens=900), "40 streams, few files", clients=200, server="few files"),
     "metrics, 8 at a time": Load(plain(), "nothing, with a key", got("/metrics"), clients=8, server="key"),
     "probes, 50 at a time": Load(plain(), "nothing, with a key", got("/health_generate"), clients=50, server="key"),
     "OpenAPI, 8 at a time": Load(plain(), "nothing, with a key", got("/openapi.json"), clients=8, server="key"),
@@ -316,9 +317,7 @@ LOADS: dict[str, Load] = {
     "300 TLS handshakes": Load(lambda _: b"\x16\x03\x01", "nothing, TLS", half_open, server="TLS, few files"),
     "4 MB prompts": Load(long_prompt, "nothing", clients=16, fixed=True),
     "4 MB prompts, left": Load(long_prompt, "nothing", drop, clients=8, fixed=True),
-    "250 kB prompts": Load(
-        truncated("ab c", 250_000), "nothing, 20 kB", clients=60, fixed=True, neighbour=padded(20_000)
-    ),
+    "250 kB prompts": Load(truncated("ab c", 250_000), "60 short prompts", clients=60, fixed=True),
     "250 kB without words": Load(
         truncated("ab_c", 250_000), "nothing, 20 kB", clients=60, fixed=True, neighbour=padded(20_000)
     ),

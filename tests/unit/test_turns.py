@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,16 @@ def test_a_client_that_comes_waits_for_no_further_item_of_the_only_other_one() -
     turns.add("b", "b0")
     turns.add("b", "b1")
     assert drained(turns) == ["b0", "a2", "b1", "a3"]
+
+
+def test_a_client_without_a_turn_keeps_its_place() -> None:
+    turns = Turns[str]()
+    for item in ("a1", "b1", "a2"):
+        turns.add(item[0], item)
+    assert turns.next({"a"}) == "b1"
+    with pytest.raises(KeyError):
+        turns.next({"a"})
+    assert drained(turns) == ["a1", "a2"]
 
 
 def test_a_removed_item_costs_no_turn() -> None:
@@ -88,14 +99,26 @@ def test_a_lane_runs_functions_in_turns_of_clients_and_drops_cancelled_ones() ->
     lane, ran = Lane(1, "test"), list[str]()
     gate = Gate(lane)
     futures = {name: lane.submit(name[0], lambda name=name: ran.append(name)) for name in ("a1", "a2", "a3", "b1")}
-    assert lane.is_busy
     assert futures["a2"].cancel()
     gate.open()
     for name, future in futures.items():
         if name != "a2":
             future.result(PATIENCE)
     assert ran == ["a1", "b1", "a3"]
-    assert not lane.is_busy
+    assert not lane._functions and not lane._turns
+
+
+def test_one_client_never_has_the_last_thread() -> None:
+    lane, ran = Lane(3, "test"), list[str]()
+    gates = [Gate(lane), Gate(lane)]
+    waiting = lane.submit("gate", lambda: ran.append("gate's third"))
+    for name in ("a", "b"):
+        lane.submit(name, partial(ran.append, name)).result(PATIENCE)
+    assert ran == ["a", "b"]
+    gates[1].open()
+    waiting.result(PATIENCE)
+    gates[0].open()
+    assert ran == ["a", "b", "gate's third"]
 
 
 def test_a_lane_keeps_nothing_of_a_function_that_failed() -> None:

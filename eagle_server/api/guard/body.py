@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
@@ -42,13 +41,15 @@ IDLE_SECONDS = 1.0  # after a larger one, until the memory that it took is given
 # One thread each: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = Lane(1, "parse")
 _DECODER = Lane(1, "decode")
-# Threads of their own, so that no kind of request waits for another's long texts.
-_PREPARER = Lane(1, "prepare")
-_MEDIUM_PREPARER = Lane(1, "prepare-medium")
-_LARGE_PREPARER = Lane(1, "prepare-large")
-_TEXTS = Lane(1, "texts")
+# Threads of their own, so that no kind of request waits for another's long texts; one for each client at most.
+_PREPARER = Lane(2, "prepare")
+_MEDIUM_PREPARER = Lane(2, "prepare-medium")
+_LARGE_PREPARER = Lane(2, "prepare-large")
+_TEXTS = Lane(2, "texts")
 _held_bytes = 0  # of bodies that arrive, and of those that wait to be prepared
 _held = Counter[str]()  # the same by client
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None: another C library than glibc
+_trim: asyncio.TimerHandle | None = None
 
 
 async def read_body(schema: type[B], request: Request) -> B:
@@ -197,14 +198,20 @@ async def _held_in(lane: Lane, body: Body, function: Callable[[], T]) -> T:
     finally:
         _hold(-body.memory)
         if body.size > LARGE_BODY:
-            asyncio.get_running_loop().call_later(IDLE_SECONDS, _give_memory_back, lane)
+            _give_memory_back(lane)
 
 
 def _give_memory_back(lane: Lane) -> None:
-    """Return free memory to the system. Tokenizing takes much for a moment, and glibc would keep it."""
-    if not lane.is_busy:
-        with suppress(AttributeError):  # other C libraries
-            lane.submit("", partial(ctypes.CDLL(None).malloc_trim, 0))
+    """Return free memory to the system when no large body has come for a while.
+
+    Tokenizing takes much for a moment, and glibc would keep it. While bodies come, giving it back for each would stop
+    everything that allocates, again and again.
+    """
+    global _trim
+    if _trim is not None:
+        _trim.cancel()
+    if _malloc_trim is not None:
+        _trim = asyncio.get_running_loop().call_later(IDLE_SECONDS, lane.submit, "", partial(_malloc_trim, 0))
 
 
 async def _on_thread(lane: Lane, function: Callable[[], T]) -> T:

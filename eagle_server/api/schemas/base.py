@@ -250,7 +250,8 @@ def parse(model: type[B], body: bytes) -> B:
     for name, problem in request.problems():
         raise bad_request(f"{name} {problem}", name, "invalid_value")
     request._size = len(body)
-    request._memory = len(body) * (1 if body.isascii() and b"\\u" not in body else 4)
+    is_narrow = body.isascii() and (b"\\" not in body or b"\\u" not in body)  # the first search is 30 times as fast
+    request._memory = len(body) * (1 if is_narrow else 4)
     return request
 
 

@@ -24,7 +24,7 @@ from eagle_server.text.token_spelling import byte_alphabet
 from eagle_server.turns import Lane
 
 CACHED = 256  # grammars
-_CHECKS = 2  # processes, so that one slow grammar does not delay the others
+_CHECKS = 3  # processes, so that one slow grammar does not delay the others
 _MASK_THREADS = 2  # threads that compute slow masks
 
 
