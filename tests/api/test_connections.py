@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ from eagle_server.api.guard.connections import (
     close_overdue,
     most_connections,
 )
-from eagle_server.api.server import HttpServer, listen
+from eagle_server.api.server import ACCEPTED_PER_TURN, HttpServer, listen
 from tests.api.conftest import PATIENCE, Server, serving
 from tests.api.fake_engine import SLOW
 
@@ -299,6 +300,30 @@ async def test_a_stream_that_nobody_reads_is_no_error_of_the_server(
         server.should_exit = True
         await task
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_connections_that_wait_are_accepted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop may take one in each of its turns, and a turn is long while bodies arrive."""
+    loop, calls = asyncio.get_running_loop(), []
+    accept = loop.sock_accept
+
+    def counted(listening: socket.socket) -> Any:
+        calls.append(listening)
+        return accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", counted)
+    server = HttpServer(application)
+    with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        for client in clients:
+            client.setblocking(False)
+            await loop.sock_sendall(client, get("/"))
+        for client in clients:
+            assert (await loop.sock_recv(client, 12)) == b"HTTP/1.1 200"
+        server.should_exit = True
+        await task
+    assert len(calls) <= 40 // ACCEPTED_PER_TURN + 2
 
 
 # --- What is no HTTP, and what is ambiguous ---
