@@ -22,6 +22,7 @@ class RandomBudget:
         self.estimates, self.lessons = estimates, Lessons()
         self._steps, self._nodes, self._topk = steps, nodes, topk
         self._random = random.Random(seed)
+        self.shapes: dict[int, tuple[TreeShape, ...]] = {}  # any
         self.drawn: list[tuple[int, CycleBudget]] = []  # with the number of requests that could draft
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
