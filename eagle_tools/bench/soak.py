@@ -86,7 +86,8 @@ class Soak:
         self._lock = threading.Lock()
         self._prompts: list[str] = json.loads(PROMPTS.read_text())
 
-    def run(self, progress: Progress) -> Record:
+    def run(self, progress: Progress) -> None:
+        """Until the last client has its last answer. `record` has the results."""
         task = progress.add_task("soak", total=self.requests or self.seconds)
         clients = [threading.Thread(target=self._client, args=(number,)) for number in range(self.streams)]
         for client in clients:
@@ -96,8 +97,6 @@ class Soak:
             done = self.record.finished + self.record.left if self.requests else time.monotonic() - self.start
             progress.update(task, completed=done)
             time.sleep(0.5)
-        self._await_idle()
-        return self.record
 
     def _client(self, number: int) -> None:
         chance = random.Random(number)
@@ -137,7 +136,8 @@ class Soak:
         api, *engine = map(resident, family(self.server.process.pid) or [0])
         return Sample(time.monotonic() - self.start, api, sum(engine), used, stats["running"], stats["waiting"])
 
-    def _await_idle(self) -> None:
+    def await_idle(self) -> None:
+        """Until nothing runs or waits and all KV is free, or IDLE_SECONDS are over."""
         deadline = time.monotonic() + IDLE_SECONDS
         while time.monotonic() < deadline:
             self.record.samples.append(self._sample())
@@ -326,9 +326,11 @@ def main(argv: Sequence[str]) -> int:
             added = overhead(server, 200)
             start = time.monotonic()
             clients = replace(server, source=SOURCE)
+            soak = Soak(clients, arguments.streams, requests, seconds, arguments.leaving)
             with Progress(console=console) as progress, Attacks(server, arguments.attacks):
-                record = Soak(clients, arguments.streams, requests, seconds, arguments.leaving).run(progress)
-            elapsed = time.monotonic() - start
+                soak.run(progress)
+            elapsed, record = time.monotonic() - start, soak.record
+            soak.await_idle()
     except (BenchError, OSError) as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2
