@@ -1,4 +1,4 @@
-"""Who is next where the work of several clients waits: the clients take turns."""
+"""Who is next where the work of several clients waits, and how much each may hold of what is bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Turns(Generic[T]):
 
     Before a client's first item comes at most one item of each other client that waits, however many these have. Before
     its k-th item come at most k. No client has two turns one after the other while another one waits. Every method
-    takes constant time.
+    takes constant time, and `next` a step more for each client without a turn.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,36 @@ class Turns(Generic[T]):
         if items:
             self._clients[client] = items
         return item
+
+
+class Shares:
+    """What clients hold of a bounded number of places, connections or bytes, so that some are left for the next client.
+
+    A client may hold `per_free` times what is free (dynamic queue length thresholds, Choudhury and Hahne 1998).
+    """
+
+    def __init__(self, per_free: int = 7) -> None:
+        self.per_free, self.total = per_free, 0
+        self._held = Counter[str]()
+
+    def held_by(self, client: str) -> int:
+        """What the client holds."""
+        return self._held[client]
+
+    def add(self, client: str, count: int) -> None:
+        """The client holds so many more. A negative number frees them."""
+        self.total += count
+        self._held[client] += count
+        if not self._held[client]:
+            del self._held[client]
+
+    def fit(self, client: str, count: int, most: int) -> bool:
+        """Whether the client may hold `count` more, if there are `most` together."""
+        return self.total + count + (self._held[client] + count) // self.per_free <= most
+
+    def most_alone(self, most: int) -> int:
+        """The most that a client may hold if nobody else holds any."""
+        return most - (most + 1) // (self.per_free + 1)
 
 
 class Lane:

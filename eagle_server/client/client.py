@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,12 +14,9 @@ from msgspec.structs import replace
 
 from eagle_server.client.observer import Observer
 from eagle_server.request import Abort, Deltas, EngineStats, FlushCache, Flushed, Inbound, Ready, Request, TokenDelta
+from eagle_server.turns import Shares
 
 Send = Callable[[Inbound], None]
-
-# The queue's places: a client may hold this many times as many as are free, so that there are some for the next client
-# (dynamic queue length thresholds, Choudhury and Hahne 1998).
-HELD_PER_FREE = 7
 
 # Per request. Deltas pile up only if an HTTP client does not read its stream. At 100 cycles a second this is ten
 # seconds, in addition to what the operating system buffers.
@@ -56,8 +53,9 @@ class EngineClient:
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
+        self._held = Shares()  # places
         # The most sequences for which an empty queue has places.
-        self.most_at_once = None if max_waiting is None else max_waiting - (max_waiting + 1) // (HELD_PER_FREE + 1)
+        self.most_at_once = None if max_waiting is None else self._held.most_alone(max_waiting)
         self._observer = Observer()
         self.ready: Ready | None = None
         self._stats: EngineStats | None = None
@@ -66,7 +64,6 @@ class EngineClient:
         self._running: dict[str, Generation | None] = {}  # until the last delta; None: no task waits for it any more
         # Sequences that have a place, by request id once they are sent, else by an object: the client, and since when.
         self._places: dict[object, tuple[str, float]] = {}
-        self._held = Counter[str]()  # places by client
         self._preparing = 0  # places of sequences that are not sent yet
         self._flushes: deque[asyncio.Future[Flushed]] = deque()
         self._owes_message = False  # whether something was sent after the newest message that arrived
@@ -117,11 +114,11 @@ class EngineClient:
         """
         if self.max_waiting is None:
             return
-        waiting, held = len(self._places), self._held[client]
+        waiting, held = self._held.total, self._held.held_by(client)
         wanted = f"this request has {count}, at most {self.max_waiting} may wait"
         if waiting + count > self.max_waiting:
             raise QueueFull(f"{waiting} sequences wait, {wanted}")
-        if waiting + count + (held + count) // HELD_PER_FREE > self.max_waiting:
+        if not self._held.fit(client, count, self.max_waiting):
             raise QueueFull(
                 f"{held} of {waiting} sequences that wait are this client's, {wanted}, and others need places"
             )
@@ -150,15 +147,13 @@ class EngineClient:
 
     def _take_place(self, place: object, client: str, since: float) -> None:
         self._places[place] = client, since
-        self._held[client] += 1
+        self._held.add(client, 1)
 
     def _free_place(self, place: object) -> None:
         """Does nothing if it is free."""
         if place in self._places:
             client, _ = self._places.pop(place)
-            self._held[client] -= 1
-            if not self._held[client]:
-                del self._held[client]
+            self._held.add(client, -1)
 
     async def until_available(self) -> Ready:
         await self._attached.wait()

@@ -117,9 +117,8 @@ class Scheduler:
             self._preempt(sequence)
         given_way = self.cycle.preemptions
         decoding = self._grow_decodes()
-        if (
-            self.queue.since and self.cycle.preemptions == given_way
-        ):  # else KV is short: admitted requests would lose it too
+        is_short = self.cycle.preemptions > given_way  # of KV: admitted requests would lose theirs, too
+        if self.queue.since and not is_short:
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
@@ -149,7 +148,7 @@ class Scheduler:
                 save_decoding(sequence, self.kv, lags=self.limits.uses_features)
         for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
             # The drafter reads a chunk before the next forwards, up to the last token whose next token is known.
-            self._advance(sequence, chunk.start + len(chunk.tokens), chunk.start + len(chunk.following))
+            self._advance(sequence, chunk.end, chunk.start + len(chunk.following))
             sequence.state_from = sequence.num_computed_tokens
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
             if output.failed is None:

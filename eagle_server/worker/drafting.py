@@ -91,7 +91,7 @@ class TreeDrafting:
             tree = self._take_proposed(drafting, cycle) if is_ahead else None
             if tree is None:
                 tree = self.drafter.propose(state, drafting)
-        cycle.fed = len(drafting.seq_lens_host) * (cycle.budget.topk or self.drafter.widest)
+        cycle.fed = drafting.size * (cycle.budget.topk or self.drafter.widest)
         with clock.stage("build_tree"):
             if self.estimates is not None and tree.scores is not None:
                 assert drafting.ranking.temperature_bin is not None
@@ -130,18 +130,19 @@ class TreeDrafting:
         after = cycle.after(batch, self.batches)
         if not after.ranking.is_plain:
             return
-        clocks, size = [StageClock(self.batches.device, measured=self.measures_next) for _ in range(2)], after.size
+        clock, size = StageClock(self.batches.device, measured=self.measures_next), after.size
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         requests += [(chunk.req_pool_index, chunk.end - 1) for chunk in cycle.joining]
-        with clocks[0].stage("extend"):
+        with clock.stage("extend"):
             state, self._extended_rows = self.drafter.extend(after), after.extend_rows
-        self.extended.put(state, requests, size, clocks[0])
+        self.extended.put(state, requests, size, clock)
         shape = cycle.budget.shape  # graphs exist for those that the budget may choose
         is_captured = size in self.batches.sizes and shape in (fitting(self.budget.shapes, size) or (shape,))
         if self.drafter.proposes_ahead and is_captured and not cycle.budget.is_lesson:
-            with clocks[1].stage("propose"):
+            clock = StageClock(self.batches.device, measured=self.measures_next)
+            with clock.stage("propose"):
                 tree, self._proposed_shape = self.drafter.propose(state, after), shape
-            self.proposed.put(tree, requests, size, clocks[1])
+            self.proposed.put(tree, requests, size, clock)
 
     def discard(self, clock: StageClock) -> None:
         """Drop what ran ahead and was not taken, and add its time to `clock` as unused."""
@@ -152,13 +153,13 @@ class TreeDrafting:
         """The state of the draft-extend that has run for these requests; None: there is none."""
         if not batch.ranking.is_plain:
             return None
-        return self.extended.take(_began(batch), len(batch.seq_lens_host), clock)
+        return self.extended.take(_began(batch), batch.size, clock)
 
     def _take_proposed(self, batch: DecodeBatch, cycle: Cycle) -> Tree | None:
         """The trees that were drafted from that state; None: there are none of the cycle's shape."""
         if cycle.budget.shape != self._proposed_shape:
             return None
-        return self.proposed.take(_began(batch), len(batch.seq_lens_host), cycle.clock)
+        return self.proposed.take(_began(batch), batch.size, cycle.clock)
 
     @property
     def _least_left(self) -> int:

@@ -155,7 +155,7 @@ class Worker:
         if key not in self._missed and len(self._missed) < most:
             self._missed.add(key)
             shape = cycle.budget.shape if cycle.draft_batch is not None else TreeShape(0, 1)
-            sizes = len(batch.seq_lens_host), max(batch.seq_lens_host), len(pieces.layout.q_lens)
+            sizes = batch.size, max(batch.seq_lens_host), len(pieces.layout.q_lens)
             self.uncaptured.append((shape, *sizes))
         return None
 
@@ -195,12 +195,12 @@ class Worker:
             verified = self.verifier.verify(after, root_alone(after.verified_id, after.seq_lens))
         requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in plan.decodes]
         requests += [(chunk.req_pool_index, chunk.end) for chunk in cycle.joining]
-        self._verified.put(verified, requests, len(after.seq_lens_host), own)
+        self._verified.put(verified, requests, after.size, own)
 
     def _take_verified(self, batch: DecodeBatch, clock: StageClock) -> Verified | None:
         """The verify forward of the roots, if it has run for these requests."""
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
-        return self._verified.take(requests, len(batch.seq_lens_host), clock)
+        return self._verified.take(requests, batch.size, clock)
 
     def _record(self, cycle: Cycle, features: Tensor) -> None:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
@@ -222,7 +222,7 @@ class Worker:
         last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
         logit_ends, row_ends = list(accumulate(prefilled.logit_rows)), list(accumulate(batch.counts))
         ends = [logit_ends[i] - 1 for i in last]
-        positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
+        positions = upload([chunks[i].end for i in last], device)
         last_chunks = [chunks[i] for i in last]
         sampling = self.batches.prompt_sampling(last_chunks)
         logits = prefilled.logits.index_select(0, upload(ends, device))[:, None]
@@ -234,7 +234,7 @@ class Worker:
         else:
             self._prompts = prompts
         if uses_features:
-            starts = [(chunk.req_pool_index, chunk.start + len(chunk.tokens) - 1) for chunk in last_chunks]
+            starts = [(chunk.req_pool_index, chunk.end - 1) for chunk in last_chunks]
             indices = upload([chunk.req_pool_index for chunk in last_chunks], device)
             newest = upload([row_ends[i] - 1 for i in last], device)
             features = prefilled.features.index_select(0, newest)[:, None]

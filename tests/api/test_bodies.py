@@ -224,7 +224,7 @@ async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
     monkeypatch.setattr(tokens, "json_response", held)
     flood = [asyncio.create_task(http.post(path, json=COUNTS[path])) for _ in range(72)]
     try:
-        while not begun or body_module._held["127.0.0.1"] < 72 * 5000:
+        while not begun or body_module._held.held_by("127.0.0.1") < 72 * 5000:
             await asyncio.sleep(0.01)
         answer = await http.post("/v1/completions", json={"prompt": "abc", "user": LONG_TEXT, "max_tokens": 3})
         assert answer.json()["choices"][0]["text"] == "abc"
@@ -263,7 +263,7 @@ async def test_bodies_are_bounded_and_one_client_leaves_room_for_the_next(
 
     large = {"prompt": "abc", "user": "u" * 20_000}
     first = asyncio.create_task(http.post("/v1/completions", content=halted()))
-    while body_module._held_bytes < 40_000:
+    while body_module._held.total < 40_000:
         await asyncio.sleep(0.001)
     refused = await http.post("/v1/completions", json=large)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -276,7 +276,7 @@ async def test_bodies_are_bounded_and_one_client_leaves_room_for_the_next(
     assert (await http.post("/v1/completions", json=large)).status_code == 200
     assert (await http.post("/v1/completions", content=b"[" * 100_000)).status_code == 503
     assert (await http.post("/v1/completions", content=b"[" * 10_000)).status_code == 400
-    assert not body_module._held_bytes and not body_module._held
+    assert not body_module._held.total and not body_module._held._held
 
 
 class Clients:
@@ -425,7 +425,7 @@ async def test_a_body_counts_with_the_memory_of_its_texts(
         for content in (json.dumps({**body, "user": text}), json.dumps({**body, "user": text}, ensure_ascii=False)):
             refused = await http.post("/v1/completions", content=content.encode())
             assert (refused.status_code, "large bodies" in refused.json()["error"]["message"]) == (503, True)
-    assert not body_module._held_bytes
+    assert not body_module._held.total
 
 
 @pytest.mark.parametrize(("memory", "held"), [(1000 * 2**20, 125 * 2**20), (2000 * 2**20, 250 * 2**20)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -18,7 +17,8 @@ from eagle_server.api.guard.connections import most_connections
 from eagle_server.api.guard.keys import ApiKeys, KeyHolder
 from eagle_server.api.guard.rate_limits import ClientLimits, current_client
 from eagle_server.api.telemetry.request_record import current_request
-from eagle_server.client.client import HELD_PER_FREE, EngineClient, QueueFull
+from eagle_server.client.client import EngineClient, QueueFull
+from eagle_server.turns import Shares
 
 DRAIN_SECONDS = 5.0  # left for bodies that are arriving when the server is told to stop
 _HELD_SHARE = 7 / 8  # of all connections; the others are for /health, /metrics and bodies that arrive
@@ -31,7 +31,7 @@ class Admission:
     def __init__(self) -> None:
         self.is_draining = False
         self._active = 0
-        self._held, self._held_by = 0, Counter[str]()  # connections of requests that are being answered, by client
+        self._held = Shares()  # connections of requests that are being answered
         self._bodies: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,27 +50,21 @@ class Admission:
         finally:
             self._active -= 1
             if (client := scope["state"].pop(_HELD, None)) is not None:
-                self._held -= 1
-                self._held_by[client] -= 1
-                if not self._held_by[client]:
-                    del self._held_by[client]
+                self._held.add(client, -1)
             if self._active == 0:
                 self._idle.set()
 
     def hold_connection(self, scope: Scope) -> None:
         """The whole request has come. From now on its connection is not closed for another one, until it is answered.
 
-        Requests hold at most a part of all connections, and one client's at most HELD_PER_FREE times what they leave.
-
         Raises:
             QueueFull: they hold that many.
         """
         client, most = current_client.get(), int(_HELD_SHARE * most_connections())
-        own = self._held_by.get(client, 0) + 1
-        if self._held + 1 + own // HELD_PER_FREE > most:
-            raise QueueFull(f"{self._held} requests are being answered, {own - 1} of them yours, at most {most} may be")
-        self._held += 1
-        self._held_by[client] = own
+        held, own = self._held.total, self._held.held_by(client)
+        if not self._held.fit(client, 1, most):
+            raise QueueFull(f"{held} requests are being answered, {own} of them yours, at most {most} may be")
+        self._held.add(client, 1)
         scope["state"][_HELD] = client
 
     @asynccontextmanager

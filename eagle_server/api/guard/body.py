@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -23,7 +22,7 @@ from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.request_record import began, waited
 from eagle_server.client.client import GenerationTimeout
 from eagle_server.machine import usable_memory
-from eagle_server.turns import Lane
+from eagle_server.turns import Lane, Shares
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -46,8 +45,7 @@ _PREPARER = Lane(2, "prepare")
 _MEDIUM_PREPARER = Lane(2, "prepare-medium")
 _LARGE_PREPARER = Lane(2, "prepare-large")
 _TEXTS = Lane(2, "texts")
-_held_bytes = 0  # of bodies that arrive, and of those that wait to be prepared
-_held = Counter[str]()  # the same by client
+_held = Shares(1)  # bytes of bodies that arrive, and of those that wait to be prepared
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None: another C library than glibc
 _trim: asyncio.TimerHandle | None = None
 
@@ -80,7 +78,7 @@ async def read_body(schema: type[B], request: Request) -> B:
 
 
 async def _read(request: Request, body: bytearray, size: JsonSize | None) -> None:
-    """Append the request's body to `body`, and count it in `_held_bytes`, even if reading fails."""
+    """Append the request's body to `body`, and count it in `_held`, even if reading fails."""
     try:
         async with admission_of(request).body_time(BODY_SECONDS):
             async for chunk in request.stream():
@@ -119,21 +117,15 @@ def _decoded(decoder: Decoder, coded: bytes) -> bytearray:
 
 def _hold(size: int) -> None:
     """Count bytes of the current client's bodies. A negative size counts them as free again."""
-    global _held_bytes
-    client = current_client.get()
-    _held_bytes += size
-    _held[client] += size
-    if not _held[client]:
-        del _held[client]
+    _held.add(current_client.get(), size)
 
 
 def _check_held(size: int) -> None:
     """Raise ApiError if there is no room for a body of this size, which is counted already.
 
-    A client may hold as much as it leaves free: alone half of all, so that there is room for the next client's (dynamic
-    queue length thresholds, Choudhury and Hahne 1998).
+    A client may hold as much as it leaves free: alone half of all.
     """
-    if size > SHORT_BODY and _held[current_client.get()] > MAX_HELD_BYTES - _held_bytes:
+    if size > SHORT_BODY and not _held.fit(current_client.get(), 0, MAX_HELD_BYTES):
         raise unavailable("too many large bodies of this client, or of all, are held at the same time; try again")
 
 

@@ -211,7 +211,7 @@ class Batches:
         if not budget.drafting or budget.nodes == 1:
             return None
         if len(budget.drafting) < len(batch.decodes):
-            size = len(batch.seq_lens_host)  # the shape was captured for the size of the whole batch
+            size = batch.size  # the shape was captured for the size of the whole batch
             some = [batch.decodes[i] for i in budget.drafting]
             batch = self.decode(some, drafting=True, size=size if size in self.sizes else 0)
         return replace(
