@@ -72,7 +72,7 @@ class BlockDrafter(RowDrafter):
 
     def extend(self, batch: DecodeBatch) -> ContextWritten:
         """The context's KV of accepted tokens. Rows past these are scratch behind the context, as blocks are."""
-        size, width = batch.size, batch.extend_width
+        size, width = len(batch.seq_lens_host), batch.extend_width
         key = ("extend", size, width) if size in self.graph_sizes else None
         function = partial(self._extend, batch.accepted_tokens, width)
         return self.graphs.run(key, function, batch.requests, batch.extend_lens)

@@ -37,6 +37,6 @@ class FeatureDrafter:
 
     def graph_key(self, name: str, batch: DecodeBatch) -> GraphKey | None:
         """The key of this batch's graph; None: it is not captured."""
-        size = batch.size
+        size = len(batch.seq_lens_host)
         captured = size in self.graph_sizes and not batch.ranking.has_grammars
         return (name, size, batch.steps, batch.nodes) if captured else None

@@ -45,7 +45,7 @@ class MixtureDrafter(Generic[State]):
         """The model's candidates and the tries, joined."""
         self.tries.read(batch.decodes)
         tries = [self.tries.trie_of(decode) for decode in batch.decodes]
-        size = batch.size
+        size = len(batch.seq_lens_host)
         numbers = upload(packed(tries, size, self.tries.drafts), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
             return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.steps)

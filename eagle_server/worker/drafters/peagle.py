@@ -76,7 +76,7 @@ class PEagleDrafter(RowDrafter):
 
     def propose(self, draft: DraftRows, batch: DecodeBatch) -> Tree:
         """A tree over the first rows. No forward."""
-        size, steps, nodes = batch.size, batch.steps, batch.nodes
+        size, steps, nodes = len(batch.seq_lens_host), batch.steps, batch.nodes
         captured = size in self.graph_sizes and not batch.ranking.has_grammars
         function = partial(self.tree_over, nodes)
         key = ("propose", size, steps, nodes) if captured else None

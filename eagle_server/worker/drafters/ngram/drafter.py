@@ -121,7 +121,7 @@ class NgramDrafter:
     def propose(self, draft: None, batch: DecodeBatch) -> Tree:
         self.tries.read(batch.decodes)
         tries = [self.tries.trie_of(decode) for decode in batch.decodes]
-        numbers = upload(packed(tries, batch.size, self.tries.drafts), batch.seq_lens.device)
+        numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
         return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.steps)
 
     def forwards(self, steps: int) -> int:
