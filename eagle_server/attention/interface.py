@@ -26,7 +26,7 @@ from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 # How FlashInfer computes attention under a tree mask, see `attention.flashinfer.scratch.Mode`. Only draft steps can be
 # computed per node.
-TreeMode = Literal["auto", "mask", "cascade", "per_node"]
+TreeMode = Literal["auto", "paged", "mask", "cascade", "per_node"]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ class EngineConfig:
     algorithm: str = "NONE"  # the name in /v1/server_info of how tokens are drafted
     backend: Backend = "torch_native"
     graph_sizes: tuple[int, ...] = ()  # batch sizes that CUDA graphs are captured for
-    verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes attention in verification
+    verify_attention: Literal["auto", "paged", "mask", "cascade"] = (
+        "auto"  # how flashinfer computes attention in verification
+    )
     draft_attention: TreeMode = "auto"  # the same in draft steps
     acceptance: Acceptance = Lossless()
     estimating: bool = False  # nodes rank by how often nodes of such a guess and depth were accepted

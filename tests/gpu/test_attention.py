@@ -46,7 +46,12 @@ TREES: dict[str, Callable[[World], Case]] = {
     "a draft step of topk 8": lambda w: draft_step(w, [0, 4], [100, 129], 5, topk=8),
 }
 PHASES = CAUSAL | TREES
-MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "per_node": ("mask", "per_node")}
+MODES = {
+    "paged": ("paged", "paged"),
+    "mask": ("mask", "mask"),
+    "cascade": ("cascade", "cascade"),
+    "per_node": ("mask", "per_node"),
+}
 
 
 @dataclass
@@ -95,6 +100,7 @@ class Cast(BoundAttention):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         q, k, v = (x.to(self.device, self.dtype) for x in (q, k, v))
+        layer = replace(layer, sinks=None if layer.sinks is None else layer.sinks.to(self.device))
         return self.bound.run(*as_projected(q, k, v), layer).float().cpu()
 
 

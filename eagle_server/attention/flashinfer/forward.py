@@ -29,6 +29,7 @@ from eagle_server.cache.pool import KVShape, Pool
 from eagle_server.ops.layers.fused import AngleTable, Rotation
 from eagle_server.ops.layers.rope_kv import HeadNorms, rotate_and_write
 from eagle_server.ops.tree.attention import add_sinks, tree_block_attention
+from eagle_server.ops.tree.paged import PagedRows, paged_attention
 
 
 class PlanSpec(NamedTuple):
@@ -137,16 +138,25 @@ class FlashInferBackend(ABC):
         _check(layout, scratch.limits)
         modes, key = self._modes(layout), self._key(layout, scratch)
         both = zip(self.specs, modes, strict=True)
-        kinds = tuple(self._kind(layout, spec, mode, scratch, static=key is not None) for spec, mode in both)
+        kinds = tuple(
+            None if mode == "paged" else self._kind(layout, spec, mode, scratch, static=key is not None)
+            for spec, mode in both
+        )
         shared = None
         if key is None:
-            wrappers = tuple(self._borrow(kind) for kind in kinds)
+            wrappers = tuple(None if kind is None else self._borrow(kind) for kind in kinds)
         else:
             shared = self._static.get((scratch, key))
             if shared is None:
-                shared = self._static[scratch, key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
+                shared = self._static[scratch, key] = _StaticWrappers(
+                    tuple(None if kind is None else self.make(kind) for kind in kinds)
+                )
             wrappers = shared.wrappers
-        pending = [(mode, wrapper) for mode, wrapper in zip(modes, wrappers, strict=True) if not wrapper.is_planned]
+        pending = [
+            (mode, wrapper)
+            for mode, wrapper in zip(modes, wrappers, strict=True)
+            if wrapper is not None and not wrapper.is_planned
+        ]
         inputs = _plan_inputs(scratch, layout, [mode for mode, _ in pending])
         for (_, wrapper), (lengths, slots) in zip(pending, inputs, strict=True):
             wrapper.plan(lengths, slots)
@@ -154,8 +164,9 @@ class FlashInferBackend(ABC):
             shared.plans += bool(pending)
         plan = FlashInferPlan(self, scratch, layout, (modes, wrappers), key, shared)
         if key is None:
-            for kind, wrapper in zip(kinds, wrappers, strict=True):
-                weakref.finalize(plan, self._free[kind].append, wrapper).atexit = False
+            for kind, borrowed in zip(kinds, wrappers, strict=True):
+                if kind is not None and borrowed is not None:
+                    weakref.finalize(plan, self._free[kind].append, borrowed).atexit = False
         return plan
 
     def spec_of(self, layer: LayerSpec) -> int:
@@ -201,19 +212,22 @@ def _check(layout: Layout, limits: AttentionLimits) -> None:
 class _StaticWrappers:
     """The wrappers of one graph key, and how often the host has planned any of them."""
 
-    wrappers: tuple[Wrapper, ...]
+    wrappers: tuple[Wrapper | None, ...]
     plans: int = 0
 
 
 class FlashInferPlan:
-    """See `AttentionPlan`. There is one wrapper and one mode per spec, in the order of the backend's specs."""
+    """See `AttentionPlan`. There is one mode and one wrapper per spec, in the order of the backend's specs.
+
+    Our own kernel, mode "paged", needs no wrapper.
+    """
 
     def __init__(
         self,
         backend: FlashInferBackend,
         scratch: Scratch,
         layout: Layout,
-        computed: tuple[tuple[Mode, ...], tuple[Wrapper, ...]],
+        computed: tuple[tuple[Mode, ...], tuple[Wrapper | None, ...]],
         graph_key: Hashable | None,
         shared: _StaticWrappers | None,
     ) -> None:
@@ -241,10 +255,16 @@ class FlashInferPlan:
             raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
         if not batch.keeps_slots:
             self._window = None
-            kv_indptr = {mode: scratch.write_slots(mode, batch) for mode in dict.fromkeys(self.modes)}
-            for mode, wrapper in zip(self.modes, self.wrappers, strict=True):
+            planned = [pair for pair in zip(self.modes, self.wrappers, strict=True) if pair[1] is not None]
+            kv_indptr = {mode: scratch.write_slots(mode, batch) for mode in dict.fromkeys(mode for mode, _ in planned)}
+            for mode, wrapper in planned:
+                assert wrapper is not None
                 wrapper.plan_on_device(kv_indptr[mode])
-        tree = None
+        tree, rows = None, None
+        if "paged" in self.modes:
+            assert batch.row_slots is None, "padding of chunks is computed by FlashInfer"
+            mask = batch.mask.visible if isinstance(batch.mask, TreeMask) else None
+            rows = PagedRows(batch.req_pool_indices, batch.kv_lens, batch.req_to_token, mask)
         if isinstance(batch.mask, TreeMask):
             slidings = [
                 spec.window for spec, mode in zip(self.backend.specs, self.modes, strict=True) if mode == "mask"
@@ -254,7 +274,7 @@ class FlashInferPlan:
             if "cascade" in self.modes:
                 self._window = window_of(batch, batch.mask) if self._window is None else self._window
                 tree = TreeBlock(self._window, batch.mask.visible)
-        return BoundFlashInfer(self, batch.out_cache_loc, tree, recurrent=batch.recurrent)
+        return BoundFlashInfer(self, batch.out_cache_loc, tree, rows, recurrent=batch.recurrent)
 
 
 @dataclass(frozen=True)
@@ -284,6 +304,7 @@ class BoundFlashInfer(BoundAttention):
     plan: FlashInferPlan
     out_cache_loc: Tensor
     tree: TreeBlock | None
+    rows: PagedRows | None
     chunks: BoundFlashInfer | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
@@ -317,6 +338,9 @@ class BoundFlashInfer(BoundAttention):
         wrapper = self.plan.wrappers[spec]
         cascades = self.plan.modes[spec] == "cascade"
         out, lse = q.new_empty(*q.shape[:2], values.shape[2]), None
+        if wrapper is None:
+            assert self.rows is not None
+            return paged_attention(q, keys, values, self.rows, layer.scale, layer.sinks, out)
         if cascades or layer.sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         wrapper.run(q, keys, values, out, lse)

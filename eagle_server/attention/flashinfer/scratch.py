@@ -21,10 +21,11 @@ from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
 # How a forward is computed.
 #   decode   causal, one query row per request
 #   prefill  causal, any number of query rows
+#   paged    a few rows per request, causal or under a tree mask, by a kernel of our own, which needs no plan
 #   mask     with a bit mask over prefix and window
 #   cascade  the prefix without a mask and the tree's block separately, then merged
 #   per_node each node of a draft step as a decode query with its own list of slots
-Mode = Literal["decode", "prefill", "mask", "cascade", "per_node"]
+Mode = Literal["decode", "prefill", "paged", "mask", "cascade", "per_node"]
 
 LONG_ROWS = 64  # a causal forward counts as prompt chunks if a request has at least this many query rows
 

@@ -83,8 +83,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 @rms_norm.on("flashinfer")
 def _rms_norm_flashinfer(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    norm = _flashinfer().gemma_rmsnorm if offset else _flashinfer().rmsnorm
-    return norm(x, weight, eps)  # type: ignore[no-any-return]
+    if offset:  # its CUDA kernel takes rows alone
+        return _flashinfer().gemma_rmsnorm(x.flatten(0, -2), weight, eps).view(x.shape)  # type: ignore[no-any-return]
+    return _flashinfer().rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
 
 
 @op

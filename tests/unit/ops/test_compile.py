@@ -51,6 +51,7 @@ PLAIN = f"None None None i32 i32 i32 fp32{5 * ' i32'}"  # no corrections
 FP8, INT4 = (
     f"bf16* {codes} fp32* {zeros} fp32*{6 * ' i32'}" for codes, zeros in (("fp8e4nv*", "None"), ("u8*", "u8*"))
 )
+PAGED = {"COLUMNS": 64, "HEAD": 128, "DIM": 128}
 ROUNDED = ("linear.rounded", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
 SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
@@ -181,6 +182,19 @@ KERNELS = [
         {"KERNEL": 4, "KEY": 128, "VALUE": 64},
     ),
     Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
+    *(
+        Kernel(
+            *("tree.paged", "_attention_kernel"),
+            f"bf16* bf16* bf16* i32* i64* i64* {mask} {sinks} bf16* fp32* fp32*{13 * ' i32'} fp32",
+            {"CAUSAL": mask == "None", "SINKS": sinks != "None", "PARTS": parts, "PAIRS": pairs, **PAGED},
+            f"{'causal' if mask == 'None' else 'tree'}, {pairs} pairs, {parts} parts",
+        )
+        for mask, sinks, pairs, parts in (("u8*", "None", 64, 4), ("u8*", "fp32*", 16, 8), ("None", "fp32*", 32, 1))
+    ),
+    Kernel(
+        *("tree.paged", "_merge_kernel", "fp32* fp32* bf16* i32 i32 i32 i32"),
+        {"PARTS": 8, "ROWS": 4, "HEAD": 128, "DIM": 128},
+    ),
     Kernel("linear.fp8_rows", "_rows_kernel", "bf16* fp8e4nv* fp32* i32", {"SIZE": 16384}),
     Kernel("linear.rounded", "_sum_kernel", "fp32* bf16* i32", {"SPLITS": 2, "BLOCK": 1024}),
     *(
