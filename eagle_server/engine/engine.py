@@ -78,7 +78,8 @@ class Engine:
     def capture_graph(self) -> None:
         """Capture a graph for one of them. No request may run."""
         with self._cores:
-            warm_up_mixed(self.worker, *self.worker.uncaptured.pop(0))
+            uncaptured = self.worker.uncaptured
+            warm_up_mixed(self.worker, *uncaptured.pop(next(iter(uncaptured))))
 
     def add(self, request: Request) -> None:
         """Queue a request. If it can never be served, the next `step` returns its error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -23,6 +24,10 @@ from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.graphs import GraphKey
 from eagle_server.worker.verifier import Verified, Verifier
+
+# So many eager mixed forwards of one kind cost about as much as its capture: on an H100 a prompt beside eight requests
+# of an 8B model took up to 17 ms, and a capture takes 100.
+_MISSES = 4
 
 
 def do_nothing() -> None:
@@ -52,8 +57,8 @@ class Worker:
         self._prompts: tuple[tuple[Chunk, ...], PromptBatch, Tensor | None] | None = None
         self._reading = StageClock(batches.device)  # what it took to read the last ones
         # Mixed forwards that no graph held, for `warm_up_mixed`: tree, requests, their longest text, pieces of prompts.
-        self.uncaptured: list[tuple[TreeShape, int, int, int]] = []
-        self._missed: set[GraphKey] = set()  # their keys
+        self.uncaptured: dict[GraphKey, tuple[TreeShape, int, int, int]] = {}
+        self._missed = Counter[GraphKey]()  # how often
 
     @property
     def drafter(self) -> Drafter[Any]:
@@ -142,7 +147,8 @@ class Worker:
     def _pieces(self, cycle: Cycle, tree: Tree) -> PromptPieces | None:
         """The cycle's chunks for a captured mixed forward; None: no graph holds it.
 
-        Only warm-up captures. What other cycles have missed is in `uncaptured`, for a moment without requests.
+        Warm-up captures. What other cycles have missed is in `uncaptured`, for a moment without requests. If none
+        comes, the cycle that misses it for the `_MISSES`th time captures it.
         """
         batch, plan = cycle.batch, cycle.plan
         pieces = self.batches.pieces(plan.chunks) if self.overlaps else None
@@ -151,12 +157,14 @@ class Worker:
             return None
         if plan.warm_up is not None or self.verifier.graphs.holds(key):
             return pieces
-        most = len(self.batches.sizes) * len(CAPTURED_PIECES)
-        if key not in self._missed and len(self._missed) < most:
-            self._missed.add(key)
-            shape = cycle.budget.shape if cycle.draft_batch is not None else TreeShape(0, 1)
-            sizes = batch.size, max(batch.seq_lens_host), len(pieces.layout.q_lens)
-            self.uncaptured.append((shape, *sizes))
+        if key not in self._missed and len(self._missed) == len(self.batches.sizes) * len(CAPTURED_PIECES):
+            return None
+        self._missed[key] += 1
+        if self._missed[key] >= _MISSES:
+            self.uncaptured.pop(key, None)
+            return pieces
+        shape = cycle.budget.shape if cycle.draft_batch is not None else TreeShape(0, 1)
+        self.uncaptured[key] = (shape, batch.size, max(batch.seq_lens_host), len(pieces.layout.q_lens))
         return None
 
     @torch.inference_mode()

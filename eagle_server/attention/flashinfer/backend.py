@@ -39,9 +39,11 @@ __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_mo
 
 PromptKernel = Literal["fa2", "fa3"]
 
-# "auto" means a cascade if a request has at least this many KV slots and several rows, else our own kernel. That one
-# computes a tree of 64 over 4,000 slots in 35 us on an H100, a mask in 50.
-CASCADE_FROM = 4096
+# "auto" means a cascade if a request has at least this many KV slots and several rows, else our own kernel. For a tree
+# of 64 in one layer of an 8B model on an H100 that one takes 13, 21, 44 and 138 us over 600, 2,000, 8,000 and 32,000
+# slots; fa2 takes 31, 38, 84 and 292 under a mask. Without one it takes 38 and 107 over the last two, which is a
+# cascade's largest part; the block and the merge take about 10 more.
+CASCADE_FROM = 16384
 FEW_ROWS = PIECE_ROWS - 1  # up to so many causal rows per request, our own kernel computes them
 
 TENSOR_CORES_FROM = 2  # decode uses tensor cores from this many query heads per KV head

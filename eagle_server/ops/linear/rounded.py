@@ -218,7 +218,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
                 product = tl.dot(front, low, before, input_precision="ieee")
                 product = tl.dot(rest, high, product, input_precision="ieee")
             if GROUP > 0:
-                part += product * tl.load(scales + group, mask=is_output, other=0.0)
+                scale = tl.load(scales + group, mask=is_output, other=0.0)[None]
+                part = tl.fma(product, scale, part)  # not left to the compiler, which may fuse it in some tiles alone
             else:
                 part = product
         if GROUP == 0:

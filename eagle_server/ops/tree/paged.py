@@ -1,10 +1,10 @@
 """Attention of a few rows per request over its page table, under a tree mask or causal, in one kernel.
 
 It reads lengths, slots and the mask on the device, so nothing is planned or packed for it, and a CUDA graph replays it
-for any lengths. A program computes a tile of one request's rows, for one KV head, over a part of its prefix; the last
-part has the window too. A second kernel merges the parts, if there are several, by their log-sum-exp (see
-`ops/tree/attention.py`). The number of parts follows from the shape alone: as many as fill the device. On an H100 a
-tree of 64 nodes takes 12.5 us in a layer of an 8B model at 600 slots; FlashInfer's fa2 under a packed mask takes 31.
+for any lengths. A program computes a tile of one request's rows, for one KV head, over a part of its KV: of several
+parts the last one is the window, and the others share the prefix. A second kernel merges parts by their log-sum-exp
+(see `ops/tree/attention.py`). The number of parts follows from the shape alone: as many as fill the device. On an H100
+a tree of 64 nodes takes 13 us in a layer of an 8B model at 600 slots; FlashInfer's fa2 under a packed mask takes 31.
 
 Source: FlashDecoding (Dao et al., 2023), with the rows of a tree instead of one.
 """
@@ -21,9 +21,10 @@ from eagle_server.ops.dispatch import op
 from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
 
 LARGEST_HEAD = 256  # head sizes above it need more shared memory than tiles of this size have
-_PROGRAMS = 160  # that fill a GPU: an H100 has 132 multiprocessors
-_MOST_PARTS = 8  # of a prefix
-_MOST_PAIRS, _LEAST_PAIRS = 64, 16  # (row, shared head) pairs of a tile
+_WARPS = 1024  # that fill a GPU: an H100 has 132 multiprocessors, and more programs than 8 warps each were no faster
+_MOST_PARTS = 32
+# By the (row, shared head) pairs of a tile: warps of a program, and stages of its loop. Measured on an H100.
+_TILES = {16: (2, 3), 32: (4, 3), 64: (4, 3), 128: (8, 2)}
 _COLUMNS = 64  # slots that are read at once
 _MERGED = 4  # (row, head) pairs that a program merges
 _LOG2_E = constant(math.log2(math.e))
@@ -51,7 +52,7 @@ def paged_attention(
     Args:
         q: [bs * R, H, D].
         k_pool, v_pool: [slots, KV, D], any views with a dense last dimension. Query head h reads KV head h // (H / KV).
-            A slot of the window that no row of the request sees may hold NaN.
+            All slots that are read must hold finite numbers, also those of columns that no row sees.
         scale: the factor on the scores, before the softmax.
         sinks: float32 [H], one more score for every row of a head, whose value is zero; None: there is none.
         out: [bs * R, H, D].
@@ -65,11 +66,10 @@ def paged_attention(
     inside = (place >= 0) & (place < window.shape[2])
     wanted = place.clamp(0, window.shape[2] - 1)[:, None].expand(-1, count, -1)
     seen = (place < 0)[:, None] | (inside[:, None] & window.gather(2, wanted))  # [bs, R, longest]
-    anybody = seen.any(dim=1)
-    slots = torch.where(anybody, rows.req_to_token[rows.req_pool_indices, :longest], 0).view(-1)
-    keys, values = (  # [bs, KV, longest, D]; what no row sees becomes 0, because 0 * NaN is NaN
-        pool.index_select(0, slots).view(bs, longest, kv_heads, -1).to(dtype).masked_fill(~anybody[..., None, None], 0)
-        for pool in (k_pool, v_pool)
+    table = rows.req_to_token[rows.req_pool_indices, :longest]
+    slots = torch.where(column < rows.kv_lens[:, None], table, table[:, :1]).view(-1)
+    keys, values = (  # [bs, KV, longest, D]
+        pool.index_select(0, slots).view(bs, longest, kv_heads, -1).to(dtype) for pool in (k_pool, v_pool)
     )
     queries = q.reshape(bs, count, kv_heads, shared, -1).permute(0, 2, 3, 1, 4).to(dtype)  # [bs, KV, S, R, D]
     scores = queries @ keys.permute(0, 2, 3, 1)[:, :, None] * scale
@@ -95,6 +95,7 @@ def _launch(
         raise ValueError("the last dimensions must be dense")
     count, shared = len(q) // bs, heads // kv_heads
     pairs, parts = _tiles(count * shared, kv_heads * bs)
+    warps, stages = _TILES[pairs]
     mask = None if rows.mask is None else rows.mask.contiguous().view(torch.uint8)
     size = len(q) * heads * parts if parts > 1 else 0
     partial, lse = (torch.empty(size, n, dtype=torch.float32, device=q.device) for n in (dim, 1))
@@ -119,8 +120,8 @@ def _launch(
         COLUMNS=_COLUMNS,
         HEAD=dim,
         DIM=power_of_two(dim, 16),
-        num_warps=4,
-        num_stages=2,
+        num_warps=warps,
+        num_stages=stages,
     )
     if parts > 1:
         _merge_kernel[(blocks(len(q) * heads, _MERGED),)](
@@ -134,14 +135,13 @@ def _launch(
 
 
 def _tiles(pairs: int, groups: int) -> tuple[int, int]:
-    """(pairs of a tile, parts of a prefix) for `groups` pairs of request and KV head, each with so many pairs."""
-    tile = min(_MOST_PAIRS, power_of_two(pairs, _LEAST_PAIRS))
-    while tile > _LEAST_PAIRS and blocks(pairs, tile) * groups * _MOST_PARTS < _PROGRAMS // 2:
+    """(pairs of a tile, parts of a request's KV), if there are `groups` times (requests times KV heads) `pairs`."""
+    tile = min(max(_TILES), power_of_two(pairs, min(_TILES)))
+    while tile > min(_TILES) and blocks(pairs, tile) * groups * _TILES[tile][0] * _MOST_PARTS // 4 < _WARPS:
         tile //= 2
-    parts, programs = 1, blocks(pairs, tile) * groups
-    while parts < _MOST_PARTS and programs * parts * 2 <= _PROGRAMS:
-        parts *= 2
-    return tile, parts
+    warps = blocks(pairs, tile) * groups * _TILES[tile][0]
+    parts = min(_MOST_PARTS, max(1, _WARPS // warps))
+    return tile, 1 << (parts.bit_length() - 1)
 
 
 @jit(varying=("req_to_token", "req_pool_indices", "kv_lens", "mask", "rows", "width", "table_row"))
@@ -199,10 +199,14 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
             total += 1.0
     acc = tl.zeros([PAIRS, DIM], tl.float32)
 
-    size = (prefix + PARTS * COLUMNS - 1) // (PARTS * COLUMNS) * COLUMNS
-    end = tl.minimum((part + 1) * size, prefix)
-    for start in range(part * size, end, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    if PARTS == 1:
+        start, end = 0, prefix
+    else:  # the window is a part of its own
+        size = (prefix + (PARTS - 1) * COLUMNS - 1) // ((PARTS - 1) * COLUMNS) * COLUMNS
+        start = part * size
+        end = tl.where(part == PARTS - 1, start, tl.minimum(start + size, prefix))
+    for first in range(start, end, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
         is_column = column < end
         slot = tl.load(table + column, mask=is_column, other=0).to(tl.int64)
         key = tl.load((keys + slot * k_slot)[None] + dim[:, None], mask=is_column[None] & is_dim[:, None], other=0.0)
@@ -216,24 +220,25 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
         top = above
 
     if part == PARTS - 1:
-        for start in range(0, width, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            in_window = is_pair[:, None] & (column < width)[None]
+        for first in range(0, width, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            is_column = column < width
+            slot = tl.load(table + prefix + column, mask=is_column, other=0).to(tl.int64)
+            key = tl.load(
+                (keys + slot * k_slot)[None] + dim[:, None], mask=is_column[None] & is_dim[:, None], other=0.0
+            )
             if CAUSAL:
-                allowed = in_window & (column[None] <= node[:, None])
+                allowed = is_column[None] & (column[None] <= node[:, None])
             else:
-                allowed = tl.load(mask + row[:, None] * width + column, mask=in_window, other=0) != 0
-            # Columns that no pair of this tile sees are not read: they may hold NaN, and 0 * NaN is NaN.
-            seen = tl.max(allowed.to(tl.int32), axis=0) != 0
-            slot = tl.load(table + prefix + column, mask=seen, other=0).to(tl.int64)
-            key = tl.load((keys + slot * k_slot)[None] + dim[:, None], mask=seen[None] & is_dim[:, None], other=0.0)
+                in_mask = is_pair[:, None] & is_column[None]
+                allowed = tl.load(mask + row[:, None] * width + column, mask=in_mask, other=0) != 0
             scores = tl.where(allowed, tl.dot(query, key, input_precision="ieee") * scale, float("-inf"))
             above = tl.maximum(top, tl.max(scores, axis=1))
             shift = tl.where(above > float("-inf"), above, 0.0)  # -inf - -inf is NaN
             weights = tl.exp2(scores - shift[:, None])
             kept = tl.exp2(top - shift)
             total = total * kept + tl.sum(weights, axis=1)
-            value = tl.load((values + slot * v_slot)[:, None] + dim, mask=seen[:, None] & is_dim, other=0.0)
+            value = tl.load((values + slot * v_slot)[:, None] + dim, mask=is_column[:, None] & is_dim, other=0.0)
             acc = tl.dot(weights.to(value.dtype), value, acc * kept[:, None], input_precision="ieee")
             top = above
 
@@ -245,7 +250,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
         tl.store(place, acc.to(out.dtype.element_ty), mask=is_pair[:, None] & is_dim)
     else:
         place = (row * heads + head) * PARTS + part
-        tl.store(partial + place[:, None] * HEAD + dim, acc, mask=is_pair[:, None] & is_dim)
+        tl.store(partial + place[:, None] * HEAD + dim, acc, mask=(is_pair & has_key)[:, None] & is_dim)
         tl.store(partial_lse + place, tl.where(has_key, top + tl.log2(total), float("-inf")), mask=is_pair)
 
 
@@ -273,7 +278,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for number in tl.static_range(PARTS):
         weight = tl.sum(tl.where(part[None] == number, weights, 0.0), axis=1)
-        value = tl.load(partial + ((pair * PARTS + number)[:, None] * HEAD + dim), mask=is_value, other=0.0)
+        is_part = is_value & (weight > 0)[:, None]  # one without keys was not written
+        value = tl.load(partial + ((pair * PARTS + number)[:, None] * HEAD + dim), mask=is_part, other=0.0)
         acc += value * weight[:, None]
     place = (out + pair // heads * out_row + pair % heads * out_head)[:, None] + dim
     tl.store(place, acc.to(out.dtype.element_ty), mask=is_value)

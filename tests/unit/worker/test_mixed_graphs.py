@@ -13,7 +13,7 @@ from eagle_server.attention.batches import CAPTURED_PIECES
 from eagle_server.attention.flashinfer import wrappers
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request
-from eagle_server.worker import verifier
+from eagle_server.worker import verifier, worker
 from eagle_server.worker.verifier import Verifier
 from tests.support.deepseek import DEEPSEEK
 from tests.support.engines import (
@@ -96,7 +96,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 @pytest.mark.parametrize("shape", TREES)
-def test_texts_are_those_of_plain_decoding_eager_and_captured(shape: str, seen: Seen) -> None:
+def test_texts_are_those_of_plain_decoding_eager_and_captured(
+    shape: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_MISSES", 1000)
     target = random_target()
     head = random_head(target, "EAGLE3")
     expected = tokens_of(run(plain(target), EVERYTHING))
@@ -113,6 +116,25 @@ def test_texts_are_those_of_plain_decoding_eager_and_captured(shape: str, seen: 
     assert {size for size, _ in seen} >= {2, 4}
     assert not engine.lacks_graphs
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+@pytest.mark.parametrize("misses", [1, 2])
+def test_without_a_pause_a_cycle_captures_what_was_missed(
+    misses: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_MISSES", misses)
+    target = random_target()
+    head = random_head(target, "EAGLE3")
+    expected = tokens_of(run(plain(target), EVERYTHING))
+    engine = serving(target, head)
+    seen.clear()
+    before = len(engine.worker.verifier.graphs.keys)
+    assert serve(engine) == expected
+    captured = len(engine.worker.verifier.graphs.keys) - before
+    eager = sum(pieces is None for _, pieces in seen)
+    assert 1 < captured <= len(SIZES) * len(CAPTURED_PIECES)
+    assert (eager == 0) == (misses == 1) and engine.lacks_graphs == (misses > 1)
+    assert len(seen) - eager >= captured
 
 
 def captured(target: Any, head: Any, **settings: Any) -> Engine:
