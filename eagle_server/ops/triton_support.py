@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from subprocess import CalledProcessError
 from typing import Any, overload
+
+import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -51,6 +53,25 @@ def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = ()
     if not HAS_TRITON:
         return kernel
     return triton.jit(kernel, do_not_specialize=varying, do_not_specialize_on_alignment=varying)
+
+
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel that may be launched while the one before it still runs, on GPUs from Hopper on.
+
+    The kernel has a constexpr PDL, and begins with this, before it reads or writes memory:
+
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+    Source: CUDA's programmatic dependent launch.
+    """
+    return {"PDL": True, "launch_pdl": True} if device.type == "cuda" and _is_hopper(device) else {"PDL": False}
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9  # noqa: PLR2004
 
 
 def constant(value: int | float) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.ops.dispatch import op
 from eagle_server.ops.layers.fused import AngleTable, rms_norm, rotate
-from eagle_server.ops.triton_support import jit, power_of_two, tl
+from eagle_server.ops.triton_support import dependent_launch, jit, power_of_two, tl
 
 
 class HeadNorms(NamedTuple):
@@ -81,12 +81,13 @@ def _launch_rotation(
         HALF=power_of_two(rotary // 2),
         REST=0 if rotary == dim else power_of_two(dim - rotary),
         num_warps=1,
+        **dependent_launch(qkv.device),
     )
     return qkv[:, :heads]
 
 
 @jit(varying=("positions", "slots"))
-def _rotation_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _rotation_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915, PLR0917
     qkv,
     positions,
     table,
@@ -110,11 +111,15 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     offset,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Queries are rotated in place. A key is written to its slot only, and its program copies the value too.
 
     The dimensions after the first 2 * half are not rotated. REST 0: there are none.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, HALF)
     inside = column < half

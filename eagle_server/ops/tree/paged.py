@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.dispatch import op
-from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
+from eagle_server.ops.triton_support import blocks, constant, dependent_launch, jit, power_of_two, tl
 
 LARGEST_HEAD = 256  # head sizes above it need more shared memory than tiles of this size have
 _WARPS = 1024  # that fill a GPU: an H100 has 132 multiprocessors, and more programs than 8 warps each were no faster
@@ -122,6 +122,7 @@ def _launch(
         DIM=power_of_two(dim, 16),
         num_warps=warps,
         num_stages=stages,
+        **dependent_launch(q.device),
     )
     if parts > 1:
         _merge_kernel[(blocks(len(q) * heads, _MERGED),)](
@@ -130,6 +131,7 @@ def _launch(
             ROWS=_MERGED,
             HEAD=dim,
             DIM=power_of_two(dim, 16),
+            **dependent_launch(q.device),
         )
     return out
 
@@ -178,7 +180,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     COLUMNS: tl.constexpr,
     HEAD: tl.constexpr,
     DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     kv_head = tl.program_id(1)
     request, part = (tl.program_id(2) // PARTS).to(tl.int64), tl.program_id(2) % PARTS
@@ -267,8 +273,12 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     ROWS: tl.constexpr,
     HEAD: tl.constexpr,
     DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """partial: float32 [count, PARTS, HEAD]; lse: float32 [count, PARTS], base 2, -inf for a part without keys."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_pair, dim, part = pair < count, tl.arange(0, DIM), tl.arange(0, PARTS)
     is_value = is_pair[:, None] & (dim < HEAD)

@@ -51,7 +51,7 @@ PLAIN = f"None None None i32 i32 i32 fp32{5 * ' i32'}"  # no corrections
 FP8, INT4 = (
     f"bf16* {codes} fp32* {zeros} fp32*{6 * ' i32'}" for codes, zeros in (("fp8e4nv*", "None"), ("u8*", "u8*"))
 )
-PAGED = {"COLUMNS": 64, "HEAD": 128, "DIM": 128}
+PAGED = {"COLUMNS": 64, "HEAD": 128, "DIM": 128, "PDL": True}
 ROUNDED = ("linear.rounded", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
 SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
@@ -153,11 +153,14 @@ KERNELS = [
     Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 512, "ROWS": 16, "NODES": 64}),
     Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 1024, "ROWS": 16, "NODES": 256}, "large"),
     Kernel(
-        "layers.rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}
+        "layers.rope_kv",
+        "_rotation_kernel",
+        f"{ROTATED} None None {11 * 'i32 '}fp32 fp32",
+        {"HALF": 64, "REST": 0, "PDL": True},
     ),
     Kernel(
         *("layers.rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),
-        *({"HALF": 32, "REST": 64}, "norms"),
+        *({"HALF": 32, "REST": 64, "PDL": False}, "norms"),
     ),
     Kernel(
         *("sampling.truncate", "_candidates_kernel", "fp32* fp32* fp32* i64* fp32* i32 i32 i32"),
@@ -193,7 +196,7 @@ KERNELS = [
     ),
     Kernel(
         *("tree.paged", "_merge_kernel", "fp32* fp32* bf16* i32 i32 i32 i32"),
-        {"PARTS": 8, "ROWS": 4, "HEAD": 128, "DIM": 128},
+        {"PARTS": 8, "ROWS": 4, "HEAD": 128, "DIM": 128, "PDL": True},
     ),
     Kernel("linear.fp8_rows", "_rows_kernel", "bf16* fp8e4nv* fp32* i32", {"SIZE": 16384}),
     Kernel("linear.rounded", "_sum_kernel", "fp32* bf16* i32", {"SPLITS": 2, "BLOCK": 1024}),
