@@ -103,15 +103,23 @@ class TargetModel(nn.Module):
             embed_scale=self.config.embed_scale,
         )
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Float32, or the model's dtype if logits are computed in it."""
+        return torch.float32 if self.config.logits_softcap else self.lm_head.output_dtype
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32, written to `out` if there is one."""
-        divisor = self.config.logits_divisor
-        logits: Tensor = self.lm_head(hidden if divisor == 1 else hidden / divisor)
+        """[rows, hidden] -> [rows, vocab] in `logits_dtype`, written to `out` if there is one."""
+        softcap, divisor = self.config.logits_softcap, self.config.logits_divisor
+        inputs = hidden if divisor == 1 else hidden / divisor
+        if out is not None and self.ranks is None and not softcap:
+            return self.lm_head.write(inputs, out)  # without a copy
+        logits: Tensor = self.lm_head(inputs)
         if self.ranks is not None:
             logits = self.ranks.gather(logits)[:, : self.config.vocab_size]  # without the padding of the last ranks
-        if self.config.logits_softcap:
-            logits = self.config.logits_softcap * torch.tanh(logits.float() / self.config.logits_softcap)
-        return logits.float() if out is None else out.copy_(logits)
+        if softcap:
+            logits = softcap * torch.tanh(logits.float() / softcap)
+        return logits.to(self.logits_dtype) if out is None else out.copy_(logits)
 
     def weight_views(self) -> Views:
         """Every checkpoint name with its view of a parameter."""

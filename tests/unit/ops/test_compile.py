@@ -53,6 +53,7 @@ FP8, INT4 = (
 )
 ROUNDED = ("linear.rounded", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
+DRAWN = "i64* i64* fp32* fp32* i32* i32 i32 i32"
 SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
 KERNELS = [
     Kernel(
@@ -111,7 +112,8 @@ KERNELS = [
         "sampling.correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {8 * 'i32 '}fp32", {"BLOCK": 64}
     ),
     Kernel("tree.accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
-    Kernel("sampling.draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32 i32", {"BLOCK": 2048}),
+    Kernel("sampling.draw", "_draw_kernel", f"fp32* {DRAWN}", {"BLOCK": 2048}),
+    Kernel("sampling.draw", "_draw_kernel", f"bf16* {DRAWN}", {"BLOCK": 2048}, "bfloat16"),
     Kernel("sampling.draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
     Kernel(
         "sampling.topk",
