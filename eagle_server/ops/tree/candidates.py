@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.dispatch import op
-from eagle_server.ops.triton_support import jit, power_of_two, tl
+from eagle_server.ops.triton_support import constant, jit, power_of_two, tl
 
+OUTSIDE = constant(-(1 << 31))  # a key below those of all numbers, see `ordered`
 _ONE_WARP = 1024  # up to this many candidates one warp counts them, without barriers
 
 
@@ -184,27 +185,32 @@ def _launch_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, c
 
 @jit
 def ordered(value):  # type: ignore[no-untyped-def]
-    """Float32 as int64 from 0 on in the same order. NaN comes first, -0.0 equals 0.0."""
+    """Float32 as int32 in the same order, all above OUTSIDE. NaN comes first, -0.0 equals 0.0."""
     value = tl.where(value != value, float("-inf"), tl.where(value == 0.0, 0.0, value))  # noqa: PLR0124  a NaN
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def best_of(key, count):  # type: ignore[no-untyped-def]
-    """Marks the `count` largest keys of `ordered` values, -1 elsewhere.
+    """Marks the `count` largest of `ordered` keys; OUTSIDE is never marked. Also the number of marked keys up to each.
 
-    Finds the bits of the last selected one from the highest on, then takes as many ties as are wanted, the first ones.
+    At least `count` keys reach `low`, and fewer are above `high`. Halves that interval until exactly `count` reach
+    `low`, or only ties of one key are left; the first ones of these are taken.
     """
-    least = tl.full([], 0, tl.int64)
-    for step in range(32):
-        trial = least + (tl.full([], 2147483648, tl.int64) >> step)
-        enough = tl.sum((key >= trial).to(tl.int32), 0) >= count
-        least = tl.where(enough, trial, least)
-    above = key > least
-    ties = key == least
+    high = tl.max(key, 0)
+    low = tl.min(tl.where(key > OUTSIDE, key, 0x7FFFFFFF), 0)
+    reached = tl.full([], -1, tl.int32)  # keys that reach `low`, once counted
+    while (low < high) & (reached != count):
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up
+        above = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = above >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        reached = tl.where(enough, above, reached)
+    above, tie = key > low, key == low
     wanted = count - tl.sum(above.to(tl.int32), 0)
-    return above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= wanted))
+    ties = tl.cumsum(tie.to(tl.int32), 0)
+    return above | (tie & (ties <= wanted)), tl.cumsum(above.to(tl.int32), 0) + tl.minimum(ties, wanted)
 
 
 @jit(varying=("scores", "tokens", "chosen", "scores_request", "tokens_request", "chosen_request"))
@@ -271,8 +277,8 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     inside = index < size
     place = request * size + index
     value = tl.load(scores + place, mask=inside, other=float("-inf"))
-    taken = best_of(tl.where(inside, ordered(value), -1), count)
-    target = request * count + tl.cumsum(taken.to(tl.int32), 0) - 1
+    taken, number = best_of(tl.where(inside, ordered(value), OUTSIDE), count)
+    target = request * count + number - 1
     tl.store(selected + target, index.to(tl.int64), mask=taken)
     tl.store(best_tokens + target, tl.load(tokens + place, mask=taken), mask=taken)
     tl.store(best_scores + target, tl.where(value != value, float("-inf"), value), mask=taken)  # noqa: PLR0124

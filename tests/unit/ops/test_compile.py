@@ -54,7 +54,7 @@ FP8, INT4 = (
 ROUNDED = ("linear.rounded", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
 DRAWN = "i64* i64* fp32* fp32* i32* i32 i32 i32"
-SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
+SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{4 * ' i32'}"
 KERNELS = [
     Kernel(
         "tree.candidates",
@@ -151,8 +151,8 @@ KERNELS = [
         *("layers.normed_pairs", "_pairs_kernel", "i64* bf16* bf16* i64* bf16* bf16* bf16* bf16* i32 i32 fp32"),
         *({"KEEPS_NORMED": True, "SIZE": 8192}, "normed"),
     ),
-    Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 512, "ROWS": 16, "NODES": 64}),
-    Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 1024, "ROWS": 16, "NODES": 256}, "large"),
+    Kernel("tree.build", "_select_kernel", SELECTED, {"TOPK": 8, "SIZE": 512, "ROWS": 8, "NODES": 64}),
+    Kernel("tree.build", "_select_kernel", SELECTED, {"TOPK": 6, "SIZE": 1024, "ROWS": 8, "NODES": 256}, "large"),
     Kernel(
         "layers.rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}
     ),
