@@ -112,6 +112,10 @@ KERNELS = [
         "sampling.correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {8 * 'i32 '}fp32", {"BLOCK": 64}
     ),
     Kernel("tree.accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
+    Kernel("tree.accepted", "_lengths_kernel", f"{7 * 'i64* '}i32 i32", {"BLOCK": 128}),
+    Kernel("tree.accepted", "_extend_kernel", f"i64* bf16* {4 * 'i64* '}bf16* i64* i64*{5 * ' i32'}", {"BLOCK": 1024}),
+    Kernel("tree.accepted", "_newest_kernel", "bf16* bf16* i64* bf16* bf16* i32 i32 i32", {"BLOCK": 1024}),
+    Kernel("kv.indices", "_draft_slots_kernel", "i32* i64* i64* i64* i64* i32 i32 i32", {"BLOCK": 128}),
     Kernel("sampling.draw", "_draw_kernel", f"fp32* {DRAWN}", {"BLOCK": 2048}),
     Kernel("sampling.draw", "_draw_kernel", f"bf16* {DRAWN}", {"BLOCK": 2048}, "bfloat16"),
     Kernel("sampling.draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),

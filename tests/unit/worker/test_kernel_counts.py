@@ -86,7 +86,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter, module: Emu
 
 TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 MASK = {
-    "propose": (90, 0),
+    "propose": (89, 0),
     "build_tree": (1, 0),
     "verify": (16, 0),
     "layer": (10, 0),
@@ -94,11 +94,11 @@ MASK = {
     "keep": (1, 0),
     "record": (1, 0),
     "emit": (1, 0),
-    "after": (5, 0),
-    "extend": (34, 0),
+    "after": (1, 0),
+    "extend": (25, 0),
 }
 CASCADE = MASK | {
-    "propose": (91, 0),
+    "propose": (90, 0),
     "estimates": (2, 0),
     "verify": (15, 0),
     "layer": (11, 0),
