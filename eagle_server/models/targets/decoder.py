@@ -56,18 +56,20 @@ class TargetModel(nn.Module):
             return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
         rope = self.rope(positions, x.dtype)
         local_rope = rope if self.local_rope is None else self.local_rope(positions, x.dtype)
-        captured: list[Tensor] = []
+        aux = x.new_empty(len(x), len(aux_boundaries), x.shape[1])
+        streams = dict(zip(aux_boundaries, aux.unbind(1), strict=True))
         residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
-            if boundary in aux_boundaries:  # a copy, because layers may overwrite their arguments
-                captured.append(x.clone() if residual is None else residual + x)
+            if boundary in streams:  # a copy, because layers may overwrite their arguments
+                out = streams[boundary]
+                out.copy_(x) if residual is None else torch.add(residual, x, out=out)
             slides = bool(self.config.windows and self.config.windows[boundary])
             own = None if inputs is None else inputs[:, boundary]
             x, residual = layer(x, residual, local_rope if slides else rope, attention, own)
         hidden, stream = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
-        if len(self.layers) in aux_boundaries:
-            captured.append(stream)
-        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+        if len(self.layers) in streams:
+            streams[len(self.layers)].copy_(stream)
+        return TargetOutput(hidden, aux.flatten(1) if aux_boundaries else None)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x, scale = self._looked_up(tokens), self.config.embed_scale
