@@ -13,6 +13,7 @@ from eagle_server.ops.triton_support import constant, jit, power_of_two, tl
 
 OUTSIDE = constant(-(1 << 31))  # a key below those of all numbers, see `ordered`
 _ONE_WARP = 1024  # up to this many candidates one warp counts them, without barriers
+_ONE_WARP_NODES = 8  # up to this many nodes one warp takes them from their children
 
 
 class Children(NamedTuple):
@@ -153,8 +154,9 @@ def _launch_children(
         *(best.scores, best.tokens, best.chosen, best.rows, best.ancestor_mask.view(torch.uint8)),
         *(topk, width, step * topk, scores.stride(0), tokens.stride(0), best.chosen.stride(0)),
         CHILDREN=power_of_two(topk * topk),
+        NODES=power_of_two(topk),
         WIDTH=power_of_two(width),
-        num_warps=1,
+        num_warps=1 if topk <= _ONE_WARP_NODES else 4,
     )
     return best
 
@@ -233,29 +235,37 @@ def _children_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     tokens_request,
     chosen_request,
     CHILDREN: tl.constexpr,
+    NODES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Takes the best children one after the other. Ties go to the lower index, and NaN ranks last."""
+    """Takes the best children one after the other. Ties go to the lower index, and NaN ranks last.
+
+    Memory is read before and after the loop, not in it.
+    """
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, CHILDREN)
-    column = tl.arange(0, WIDTH)
     alive = child < topk * topk
-    value = tl.load(scores + request * scores_request + child, mask=alive, other=float("-inf"))
-    ranked = tl.where(value != value, float("-inf"), value)  # noqa: PLR0124  a NaN
+    value = tl.load(scores + request * scores_request + child, mask=alive, other=0.0)
+    key = tl.where(alive, ordered(value), OUTSIDE)
+    node = tl.arange(0, NODES)
+    index = tl.zeros([NODES], tl.int32)  # of each node among the children
     for j in range(topk):
-        best = tl.max(tl.where(alive, ranked, float("-inf")), 0)
-        index = tl.min(tl.where(alive & (ranked == best), child, CHILDREN), 0)
-        alive = alive & (child != index)
-        place = request * topk + j
-        parent = index // topk
-        tl.store(best_scores + place, tl.load(scores + request * scores_request + index))
-        tl.store(best_tokens + place, tl.load(tokens + request * tokens_request + index))
-        tl.store(chosen + request * chosen_request + j, index.to(tl.int64))
-        tl.store(rows + place, request * topk + parent)
-        inside = column < width
-        row = seen + request * seen_request + parent * seen_row
-        inherited = tl.load(row + column * seen_column, mask=inside, other=0)
-        tl.store(mask + place * width + column, tl.where(column == first + j, 1, inherited).to(tl.uint8), mask=inside)
+        found = tl.min(tl.where(key == tl.max(key, 0), child, CHILDREN), 0)
+        key = tl.where(child == found, OUTSIDE, key)
+        index = tl.where(node == j, found, index)
+    is_node, place, parent = node < topk, request * topk + node, index // topk
+    best = tl.load(scores + request * scores_request + index, mask=is_node)
+    token = tl.load(tokens + request * tokens_request + index, mask=is_node)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = is_node[:, None] & (column < width)
+    row = seen + request * seen_request + parent[:, None] * seen_row
+    inherited = tl.load(row + column * seen_column, mask=inside, other=0)
+    tl.store(best_scores + place, best, mask=is_node)
+    tl.store(best_tokens + place, token, mask=is_node)
+    tl.store(chosen + request * chosen_request + node, index.to(tl.int64), mask=is_node)
+    tl.store(rows + place, request * topk + parent, mask=is_node)
+    seen_now = tl.where(column == first + node[:, None], 1, inherited).to(tl.uint8)
+    tl.store(mask + place[:, None] * width + column, seen_now, mask=inside)
 
 
 @jit

@@ -60,7 +60,7 @@ KERNELS = [
         "tree.candidates",
         "_children_kernel",
         f"fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8*{6 * ' i32'}",
-        {"CHILDREN": 64, "WIDTH": 64},
+        {"CHILDREN": 64, "NODES": 8, "WIDTH": 64},
     ),
     Kernel("tree.candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
     Kernel(
