@@ -20,7 +20,14 @@ from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import GATES, Rotation, add_rms_norm, apply_rope, gain_of, limited_silu_mul, rms_norm
 from eagle_server.ops.layers.rope_kv import HeadNorms
-from eagle_server.ops.linear.packed import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
+from eagle_server.ops.linear.packed import (
+    PackedWeight,
+    dense_linear,
+    pack_weight,
+    packed_linear,
+    unpack_weight,
+    why_not_computed,
+)
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.native.decoder import AttentionShape, AttentionWeights, FeedForwardWeights
 from eagle_server.ops.native.library import floats
@@ -43,9 +50,18 @@ class Linear(nn.Module):
         self._rest: NativeWeight | None = None  # part of the packed weight, see `outputs_from`
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.write(x, None)
+
+    def write(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """y, written to `out` [rows, out], in `output_dtype`, if there is one."""
         if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # native kernels may give float32
+            return packed_linear(x, self._packed, self.bias, out)
+        return dense_linear(x.to(self.weight.dtype), self.weight, self.bias, out)  # native kernels may give float32
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """A dtype that holds y exactly. Native kernels may give float32, all others give the weight's dtype."""
+        return self.weight.dtype if self.native is None else torch.float32
 
     def outputs_from(self, x: Tensor, first: int) -> Tensor:
         """The outputs from number `first` on, [rows, out - first], without the others where that is possible."""

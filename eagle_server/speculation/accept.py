@@ -37,7 +37,7 @@ class Acceptance(Protocol):
     def lossy(self) -> str | None: ...
 
     def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-        """The accepted path of each tree. target_logits float32 [n, vocab] has one row per computed node."""
+        """The accepted path of each tree. target_logits [n, vocab] has one row per computed node, see `draw`."""
         ...
 
 
@@ -81,7 +81,7 @@ class Lossless:
         as in plain decoding, whatever the tree contains.
 
         Args:
-            target_logits: float32 [n, vocab], one row per computed node, see `Tree.retrive_index`.
+            target_logits: [n, vocab], see `draw`, one row per computed node, see `Tree.retrive_index`.
         """
         drawn, scores = draw_nodes(tree, target_logits, sampling)
         if tree.size == 1:

@@ -66,7 +66,8 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree 
     """One token per row, and its score. The score is not finite if the row has NaN or inf, or allows no token.
 
     Args:
-        logits: float32 [bs, rows, vocab]. They are not modified, because log-probabilities are read from them later.
+        logits: float32 or bfloat16 [bs, rows, vocab]. They are not modified, because log-probabilities are read from
+            them later. Edits are made in a float32 copy.
         positions: int64 [bs, rows], the sequence position of each row's draw. The noise depends on it, so rows with the
             same position in the same request get the same noise.
         tree: the tree whose nodes the rows are. None if there is one row.
@@ -83,7 +84,7 @@ def draw_rows(logits: Tensor, positions: Tensor, rows: Tensor, sampling: Samplin
     """`draw` for some of a batch's rows, without transforms and truncation: see `SamplingBatch.edits_logits`.
 
     Args:
-        logits: float32 [n, vocab].
+        logits: float32 or bfloat16 [n, vocab].
         positions: int64 [bs, rows of a request], of all rows of the batch.
         rows: int64 [n], the places of the rows of `logits` among the bs * rows of the batch.
 
@@ -101,7 +102,7 @@ def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, t
     Arguments: see `draw`. At least one request must be stochastic.
     """
     assert sampling.stochastic is not None
-    kept = _truncated(transformed(logits, positions, sampling, tree), sampling)
+    kept = _truncated(transformed(logits, positions, sampling, tree), sampling).float()
     temperature = sampling.all_temperature.index_select(0, sampling.stochastic)
     return (kept.index_select(0, sampling.stochastic) / temperature[:, None, None]).softmax(-1)
 
@@ -113,7 +114,7 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree
     """
     if not sampling.transforms:
         return logits
-    logits, rows = logits.clone(), Rows(positions, tree, sampling.penalizer_state)
+    logits, rows = logits.to(torch.float32, copy=True), Rows(positions, tree, sampling.penalizer_state)
     for transform in sampling.transforms:
         transform.apply(logits, rows)
     return logits
@@ -123,7 +124,8 @@ def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
     if sampling.truncated is None and sampling.floored is None:
         return logits
-    return truncate_rows(logits, sampling.all_temperature, sampling.limits, sampling.truncated, sampling.floored)
+    temperature, limits = sampling.all_temperature, sampling.limits
+    return truncate_rows(logits.float(), temperature, limits, sampling.truncated, sampling.floored)
 
 
 def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:

@@ -35,7 +35,7 @@ NONE_ALLOWED = Failure(
 
 @dataclass(frozen=True)
 class Drawn:
-    """Prefilled chunks: logits float32 [n, vocab], `logit_rows` of them per chunk, and the last chunks' tokens."""
+    """Prefilled chunks: logits [n, vocab], `logit_rows` of them per chunk, and the last chunks' tokens."""
 
     logits: Tensor
     logit_rows: tuple[int, ...]
@@ -71,7 +71,7 @@ class Cycle:
 
     # Verification. Unless something is restricted, `logits` are not read after `start_copy`: the next forward may
     # overwrite them.
-    logits: Tensor = field(init=False)  # float32 [n, vocab], of the computed nodes
+    logits: Tensor = field(init=False)  # [n, vocab], of the computed nodes, as in `Verified`
     restricted: bool = False  # grammars or sampling parameters may have excluded tokens
     accepted: Accepted = field(init=False)
 

@@ -21,7 +21,7 @@ _NAMES = ("logprob", "top_logprobs", "top_tokens")
 def of_decodes(decodes: Sequence[Decode], logits: Tensor, tree: Tree, accepted: Accepted) -> dict[str, Tensor]:
     """At all places of the paths, steps + 1 for each request that wants some, in their order. At least one does.
 
-    logits: float32 [n, vocab], of the computed nodes.
+    logits: [n, vocab], of the computed nodes.
     """
     wanted = {number: decode.sampling.params.logprobs for number, decode in enumerate(decodes)}
     counts = {number: count for number, count in wanted.items() if count is not None}
@@ -34,7 +34,7 @@ def of_decodes(decodes: Sequence[Decode], logits: Tensor, tree: Tree, accepted: 
 def of_chunks(chunks: Sequence[Chunk], logits: Tensor, first_tokens: Tensor) -> dict[str, Tensor]:
     """In all of the chunks' rows whose logits are known.
 
-    logits: float32 [rows, vocab]. first_tokens: int64 [last chunks, 1], which their last rows have drawn.
+    logits: [rows, vocab]. first_tokens: int64 [last chunks, 1], which their last rows have drawn.
     """
     tokens, drawn = list[int](), list[int]()
     for chunk in chunks:
@@ -65,6 +65,6 @@ class HostLogprobs:
 
 def _ranked(kind: Kind, logits: Tensor, tokens: Tensor, count: int) -> dict[str, Tensor]:
     """Raw log-probabilities of tokens int64 [n] under logits [n, vocab], and the `count` likeliest tokens."""
-    logp = logits.log_softmax(-1)
+    logp = logits.float().log_softmax(-1)
     found = logp.gather(1, tokens[:, None])[:, 0], *logp.topk(min(count, logits.shape[-1]), dim=-1)
     return {f"{kind}_{name}": tensor for name, tensor in zip(_NAMES, found, strict=True)}

@@ -38,7 +38,10 @@ from eagle_server.worker.request_states import RequestStates
 
 @dataclass(frozen=True)
 class Verified:
-    """Logits of the computed nodes, float32 [n, vocab], and features [n, F] for the drafter, see `retrive_index`."""
+    """Logits [n, vocab] of the computed nodes, in `Target.logits_dtype`, and features [n, F] for the drafter.
+
+    The rows are those of `Tree.retrive_index`.
+    """
 
     logits: Tensor
     features: Tensor
@@ -50,7 +53,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """features [rows, F] of all chunk rows; logits float32 [n, vocab], of which each chunk has `logit_rows`.
+    """features [rows, F] of all chunk rows; logits [n, vocab], as in `Verified`, of which each chunk has `logit_rows`.
 
     padding: rows that were computed beside those of the chunks.
     """
@@ -87,7 +90,7 @@ class Verifier:
         self.graphs, self.ranks, self.aux_boundaries = graphs or Graphs(), ranks, aux_boundaries
         config, device = target.config, target.embed.device
         logits, features = (captured_rows + most if captured_rows else 0 for most in (MIXED_CHUNKS, MIXED_ROWS))
-        self._logits = torch.empty((logits, config.vocab_size), dtype=torch.float32, device=device)
+        self._logits = torch.empty((logits, config.vocab_size), dtype=target.logits_dtype, device=device)
         width = max(1, len(aux_boundaries)) * config.hidden_size
         self._mixed_features = torch.empty((features, width), dtype=config.dtype, device=device)
 

@@ -183,7 +183,10 @@ class Worker:
         Nothing is computed if every request gets its last token in this cycle.
         """
         plan = cycle.plan
-        if not plan.decodes or plan.warm_up is not None:
+        if not plan.decodes:
+            return
+        if plan.warm_up is not None:
+            cycle.batch.after(cycle.accepted)  # compiles its kernel
             return
         # What this cycle has not taken is out of date.
         self._verified.discard(cycle.clock)

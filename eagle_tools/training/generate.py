@@ -62,7 +62,7 @@ def continue_texts(
     written = [prompts]
     for place in range(length, length + new_tokens):
         hidden = target(tokens, positions, attention).hidden.unflatten(0, (batch, -1))[:, -1]
-        logits = target.logits(hidden)
+        logits = target.logits(hidden).float()
         gumbel = -torch.empty_like(logits).exponential_(generator=generator).log()
         tokens = (logits + temperatures[:, None] * gumbel).argmax(-1)
         positions = torch.full_like(tokens, place)

@@ -65,7 +65,7 @@ def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
     batch, length = seen.shape
     places = torch.arange(length, device=window.device).repeat(batch)
     hidden = target(seen.reshape(-1), places, DenseCausal(batch)).hidden
-    probs = target.logits(hidden).softmax(-1)
+    probs = target.logits(hidden).float().softmax(-1)
     return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window)
 
 

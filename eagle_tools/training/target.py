@@ -79,7 +79,7 @@ def target_loss(model: TargetModel, window: Tensor, positions: Tensor) -> Tensor
     """Mean next-token cross-entropy over windows [batch, length + 1]."""
     inputs, labels = window[:, :-1].reshape(-1), window[:, 1:].reshape(-1)
     output = model(inputs, positions, DenseCausal(window.shape[0]))
-    return F.cross_entropy(model.logits(output.hidden), labels)
+    return F.cross_entropy(model.logits(output.hidden).float(), labels)
 
 
 def positions_of(window: Tensor) -> Tensor:

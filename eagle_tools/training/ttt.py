@@ -94,7 +94,7 @@ def teach(
         tokens=seen[:, 1:].reshape(-1),
         positions=places[:, :-1].reshape(-1),
         features=features[:, :-1].flatten(0, 1),
-        probs=(target.logits(hidden[:, 1:].flatten(0, 1)) / temperature).softmax(-1)[:, draft_ids],
+        probs=(target.logits(hidden[:, 1:].flatten(0, 1)).float() / temperature).softmax(-1)[:, draft_ids],
         following=window[:, 2:].reshape(-1),
         temperature=temperature,
     )

@@ -126,8 +126,9 @@ def test_noise_is_alike(device: torch.device, n: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "vocab"), [(1, 1), (4, 63), (5, 2049), (9, 4096), (3, 128256)])
-def test_draws_are_alike(device: torch.device, n: int, vocab: int) -> None:
-    logits = torch.randn(n, vocab, generator=generator(vocab)) * 3
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_alike(device: torch.device, n: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(n, vocab, generator=generator(vocab)) * 3).to(dtype)
     keys, positions = torch.arange(n) * 999331 - 5, torch.arange(n) + 40
     temperature = torch.tensor([0.0, 0.7, 1.0])[torch.arange(n) % 3]
     tokens, scores = on_cpu(draw_tokens(*moved((logits, keys, positions, temperature), device)))

@@ -56,18 +56,20 @@ class TargetModel(nn.Module):
             return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
         rope = self.rope(positions, x.dtype)
         local_rope = rope if self.local_rope is None else self.local_rope(positions, x.dtype)
-        captured: list[Tensor] = []
+        aux = x.new_empty(len(x), len(aux_boundaries), x.shape[1])
+        streams = dict(zip(aux_boundaries, aux.unbind(1), strict=True))
         residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
-            if boundary in aux_boundaries:  # a copy, because layers may overwrite their arguments
-                captured.append(x.clone() if residual is None else residual + x)
+            if boundary in streams:  # a copy, because layers may overwrite their arguments
+                out = streams[boundary]
+                out.copy_(x) if residual is None else torch.add(residual, x, out=out)
             slides = bool(self.config.windows and self.config.windows[boundary])
             own = None if inputs is None else inputs[:, boundary]
             x, residual = layer(x, residual, local_rope if slides else rope, attention, own)
         hidden, stream = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
-        if len(self.layers) in aux_boundaries:
-            captured.append(stream)
-        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+        if len(self.layers) in streams:
+            streams[len(self.layers)].copy_(stream)
+        return TargetOutput(hidden, aux.flatten(1) if aux_boundaries else None)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x, scale = self._looked_up(tokens), self.config.embed_scale
@@ -103,15 +105,23 @@ class TargetModel(nn.Module):
             embed_scale=self.config.embed_scale,
         )
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Float32, or the model's dtype if logits are computed in it."""
+        return torch.float32 if self.config.logits_softcap else self.lm_head.output_dtype
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32, written to `out` if there is one."""
-        divisor = self.config.logits_divisor
-        logits: Tensor = self.lm_head(hidden if divisor == 1 else hidden / divisor)
+        """[rows, hidden] -> [rows, vocab] in `logits_dtype`, written to `out` if there is one."""
+        softcap, divisor = self.config.logits_softcap, self.config.logits_divisor
+        inputs = hidden if divisor == 1 else hidden / divisor
+        if out is not None and self.ranks is None and not softcap:
+            return self.lm_head.write(inputs, out)  # without a copy
+        logits: Tensor = self.lm_head(inputs)
         if self.ranks is not None:
             logits = self.ranks.gather(logits)[:, : self.config.vocab_size]  # without the padding of the last ranks
-        if self.config.logits_softcap:
-            logits = self.config.logits_softcap * torch.tanh(logits.float() / self.config.logits_softcap)
-        return logits.float() if out is None else out.copy_(logits)
+        if softcap:
+            logits = softcap * torch.tanh(logits.float() / softcap)
+        return logits.to(self.logits_dtype) if out is None else out.copy_(logits)
 
     def weight_views(self) -> Views:
         """Every checkpoint name with its view of a parameter."""

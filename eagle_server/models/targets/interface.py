@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
@@ -53,8 +54,13 @@ class Target(Protocol):
         """
         ...
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Float32, or the model's dtype if logits are computed in it."""
+        ...
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32, written to `out` if there is one."""
+        """[rows, hidden] -> [rows, vocab] in `logits_dtype`, written to `out` if there is one."""
         ...
 
 

@@ -229,6 +229,11 @@ class TransformersTarget(nn.Module):
         aux = [self._captured.pop(boundary) for boundary in aux_boundaries]
         return TargetOutput(out.last_hidden_state[0], torch.cat(aux, dim=-1) if aux else None)
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Float32: some heads give it whatever the model's dtype is."""
+        return torch.float32
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32, by transformers' own head with its scales, caps and biases."""
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

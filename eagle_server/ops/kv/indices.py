@@ -62,6 +62,23 @@ def window_slots(
 
 
 @op
+def draft_slots(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, steps: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    """Slots and positions of the nodes that draft steps feed, int64 [steps, bs * topk] each.
+
+    Node c of step i has position seq_len + i and the slot of position seq_len + i * topk + c.
+
+    Args:
+        req_to_token: int32 [number of rows, width].
+        req_pool_indices, seq_lens: int64 [bs].
+    """
+    slots = window_slots(req_to_token, req_pool_indices, seq_lens, steps * topk).unflatten(1, (steps, topk))
+    positions = seq_lens[:, None] + torch.arange(steps, device=seq_lens.device)[:, None, None]
+    return slots.transpose(0, 1).flatten(1), positions.expand(-1, -1, topk).flatten(1)
+
+
+@op
 def build_draft_decode_kv_indices(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -136,6 +153,21 @@ def _launch_window_slots(
     return out
 
 
+@draft_slots.on("triton", when=lambda table, rows, seq_lens, steps, topk: steps > 0)
+def _launch_draft_slots(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, steps: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    bs = len(seq_lens)
+    slots = torch.empty(steps, bs * topk, dtype=torch.int64, device=seq_lens.device)
+    positions = torch.empty_like(slots)
+    _draft_slots_kernel[bs, blocks(steps * topk, _WINDOW)](
+        *(req_to_token, req_pool_indices, seq_lens.contiguous(), slots, positions),
+        *(req_to_token.stride(0), steps * topk, topk),
+        BLOCK=_WINDOW,
+    )
+    return slots, positions
+
+
 @build_draft_decode_kv_indices.on("triton")
 def _launch_draft_decode_kv_indices(
     req_to_token: Tensor,
@@ -199,6 +231,20 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     place = row + tl.load(first + request) + offset
     slot = tl.load(place + column, mask=column < count, other=0)
     tl.store(out + request * count + column, slot.to(tl.int64), mask=column < count)
+
+
+@jit(varying=("req_pool_indices", "seq_lens", "count", "topk"))
+def _draft_slots_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    table, req_pool_indices, seq_lens, slots, positions, table_stride, count, topk, BLOCK: tl.constexpr
+):
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    step = node // topk
+    length = tl.load(seq_lens + request)
+    row = table + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
+    place = (step * tl.num_programs(0) + request) * topk + node % topk
+    tl.store(slots + place, tl.load(row + length + node, mask=node < count, other=0).to(tl.int64), mask=node < count)
+    tl.store(positions + place, length + step, mask=node < count)
 
 
 @jit(varying=("req_pool_indices", "seq_lens"))

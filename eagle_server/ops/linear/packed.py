@@ -130,15 +130,27 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
     return weight.blocked.to_dense()
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [rows, in] @ weight^T + bias -> [rows, out]."""
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """x [rows, in] @ weight^T + bias -> [rows, out], written to `out` if there is one."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else out.copy_(F.linear(x, weight, bias))
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """x [rows, in] @ weight^T + bias -> [rows, out], written to `out` if there is one."""
+    if weight.plain is not None and (weight.blocked is None or x.shape[0] == 1):
+        return dense_linear(x, weight.plain, bias, out)
+    product = _packed_product(x, weight, bias)
+    return product if out is None else out.copy_(product)
+
+
+def _packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     if weight.native is not None:
         return native_linear(x, weight.native, bias)
     if weight.rounded is not None:
         product = weight.rounded.linear(x)
         return product if bias is None else product + bias
-    if weight.plain is not None and (weight.blocked is None or x.shape[0] == 1):
-        return F.linear(x, weight.plain, bias)
     rows = x.shape[0]
     padding = computed_rows(rows) - rows
     padded = F.pad(x, (0, 0, 0, padding)) if padding else x

@@ -18,7 +18,7 @@ def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Te
     """One token per row: the argmax at temperature 0, else a sample of softmax(logits / T).
 
     Args:
-        logits: float32 [n, V].
+        logits: float32 or bfloat16 [n, V].
         keys: int64 [requests]. Requests have equally many rows, which follow each other.
         positions: int64 [n]. The noise depends on key and position (see `gumbel`). Both are unused at temperature 0.
         temperature: float32 [requests].
@@ -88,7 +88,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     piece = tl.program_id(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
-    value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     score, index = first_max(perturb_at(value, row // rows, row, 0, keys, positions, temperature, token), token)
     place = row * tl.num_programs(1) + piece
     tl.store(best + place, score)

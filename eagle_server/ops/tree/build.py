@@ -9,11 +9,13 @@ from torch import Tensor
 
 from eagle_server.ops.dispatch import op
 from eagle_server.ops.native.library import functions, pointer
-from eagle_server.ops.tree.candidates import CandidatePool, best_candidates, best_of, ordered
-from eagle_server.ops.triton_support import blocks, jit, power_of_two, tl
+from eagle_server.ops.tree.candidates import OUTSIDE, CandidatePool, best_candidates, best_of, ordered
+from eagle_server.ops.triton_support import blocks, constant, jit, power_of_two, tl
 
 _ROWS = 16  # nodes per program; each is compared with all D nodes
+_SELECTED_ROWS = 8  # nodes per program of 8 warps: the code is short, and a GPU reads it anew in each cycle
 _POOL = 1024  # candidates, of the largest pool whose tree one kernel makes
+_NUMBERS = constant(2048)  # more than a tree of such a pool has nodes
 
 
 class SelectedNodes(NamedTuple):
@@ -140,13 +142,15 @@ def _launch_select(verified_id: Tensor, seq_lens: Tensor, pool: CandidatePool, c
         torch.empty(bs, size, size, dtype=torch.bool, device=depths.device),
         *(scores, torch.empty_like(scores)),
     )
-    _select_kernel[bs, blocks(size, _ROWS)](
+    _select_kernel[bs, blocks(size, _SELECTED_ROWS)](
         *(part.contiguous() for part in (*pool.first, *pool.later, pool.chosen, verified_id, seq_lens)),
         *(*nodes[:4], nodes.mask.view(torch.uint8), nodes.scores, nodes.guesses),
-        *(pool.later.tokens.shape[1], pool.chosen.shape[1], count, pool.topk, pool.steps + 1),
+        *(pool.later.tokens.shape[1], pool.chosen.shape[1], count, pool.steps + 1),
+        TOPK=pool.topk,
         SIZE=power_of_two(pool.size),
-        ROWS=_ROWS,
+        ROWS=_SELECTED_ROWS,
         NODES=power_of_two(size),
+        num_warps=8,
     )
     return nodes
 
@@ -172,66 +176,67 @@ def _select_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     later_count,
     chosen_count,
     count,
-    topk,
     steps,
+    TOPK: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     NODES: tl.constexpr,
 ):
     """Every program finds the selected candidates of its request, and links its own nodes.
 
-    A node's number is that of the selected candidates up to it.
+    A node's number is that of the selected candidates up to it. Nodes climb to the root through registers: `links` has
+    each candidate's node and its parent.
     """
     request = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, SIZE)
-    inside = candidate < topk + later_count
-    is_first = candidate < topk
-    of_first = request * topk
-    of_later = request * later_count - topk
-    value = tl.load(first_scores + of_first + candidate, mask=is_first, other=float("-inf"))
-    later = tl.load(later_scores + of_later + candidate, mask=inside & (candidate >= topk), other=float("-inf"))
-    taken = best_of(tl.where(inside, ordered(tl.where(is_first, value, later)), -1), count)
-    number = tl.where(taken, tl.cumsum(taken.to(tl.int32), 0), 0)
+    inside = candidate < TOPK + later_count
+    is_first = candidate < TOPK
+    of_first = request * TOPK
+    of_later = request * later_count - TOPK
+    # The root's children, those of the first level's nodes, then of the nodes fed later.
+    siblings = candidate // TOPK
+    entry = siblings - TOPK - 1
+    is_deep = inside & (entry >= 0)
+    fed = tl.load(chosen + request * chosen_count + entry, mask=is_deep, other=0).to(tl.int32)
+    above = tl.where(is_deep, fed + TOPK + entry // TOPK * TOPK * TOPK, siblings - 1)  # the parent; -1: the root
+    value = tl.where(is_first, first_scores + of_first + candidate, later_scores + of_later + candidate)
+    key = ordered(tl.load(value, mask=inside, other=0.0))
+    taken, number = best_of(tl.where(inside, key, OUTSIDE), count)
+    links = (above + 1) * _NUMBERS + number
 
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_own = (number[None, :] == row[:, None]) & taken[None, :]
     current = tl.max(tl.where(is_own, candidate[None, :], -1), 1)  # of each node; -1: the root
     is_node = row <= count
     place = request * (count + 1) + row
-    own_first = (current >= 0) & (current < topk)
-    own_later = current >= topk
+    own_first = (current >= 0) & (current < TOPK)
+    own_later = current >= TOPK
+    depth = tl.where(own_later, (current - TOPK) // (TOPK * TOPK) + 2, own_first.to(tl.int32)).to(tl.int64)
+    tl.store(depths + place, depth, mask=is_node)
+    tl.store(positions + place, tl.load(seq_lens + request) + depth, mask=is_node)
     root = tl.load(verified_id + request)
-    token = tl.load(first_tokens + of_first + current, mask=own_first, other=0)
-    token += tl.load(later_tokens + of_later + current, mask=own_later, other=0)
-    tl.store(tokens + place, tl.where(row == 0, root, token), mask=is_node)
-    score = tl.load(first_scores + of_first + current, mask=own_first, other=0.0)
-    score = tl.where(own_later, tl.load(later_scores + of_later + current, mask=own_later, other=0.0), score)
+    drafted = is_node & (current >= 0)
+    token = tl.where(own_first, first_tokens + of_first + current, later_tokens + of_later + current)
+    tl.store(tokens + place, tl.where(row == 0, root, tl.load(token, mask=drafted, other=0)), mask=is_node)
+    score = tl.where(own_first, first_scores + of_first + current, later_scores + of_later + current)
+    score = tl.load(score, mask=drafted, other=0.0)
     score = tl.where(score != score, float("-inf"), score)  # noqa: PLR0124  a NaN
-    guess = tl.load(first_guesses + of_first + current, mask=own_first, other=0.0)
-    guess = tl.where(own_later, tl.load(later_guesses + of_later + current, mask=own_later, other=0.0), guess)
-    drafted = is_node & (row > 0)
+    guess = tl.where(own_first, first_guesses + of_first + current, later_guesses + of_later + current)
+    guess = tl.load(guess, mask=drafted, other=0.0)
     tl.store(scores + request * count + row - 1, score, mask=drafted)
     tl.store(guesses + request * count + row - 1, guess, mask=drafted)
 
     column = tl.arange(0, NODES)
-    hit = column[None, :] == row[:, None]
-    parent = tl.full([ROWS], -1, tl.int64)
-    depth = tl.zeros([ROWS], tl.int64)
+    hit = (column[None, :] == row[:, None]) | (column[None, :] == 0)
+    parent = tl.where(row > 0, 0, -1)
     for step in range(steps):
+        link = tl.gather(links, tl.maximum(current, 0), 0)
         climbing = current >= 0
-        siblings = current // topk  # the root's children, those of the first level's nodes, then of the nodes fed later
-        entry = siblings - topk - 1
-        is_deep = climbing & (entry >= 0)
-        fed = tl.load(chosen + request * chosen_count + entry, mask=is_deep, other=0).to(tl.int32)
-        above = tl.where(is_deep, fed + topk + entry // topk * topk * topk, siblings - 1)
-        current = tl.where(climbing, above, -1)
-        node = tl.sum((taken[None, :] & (candidate[None, :] <= current[:, None])).to(tl.int32), 1)
-        hit = hit | (climbing[:, None] & (column[None, :] == node[:, None]))
-        parent = tl.where(climbing & (step == 0), node.to(tl.int64), parent)
-        depth += climbing.to(tl.int64)
-    tl.store(parents + place, parent, mask=is_node)
-    tl.store(depths + place, depth, mask=is_node)
-    tl.store(positions + place, tl.load(seq_lens + request) + depth, mask=is_node)
+        node = tl.where(climbing, link % _NUMBERS, 0)
+        parent = tl.where(climbing & (step == 1), node, parent)
+        hit = hit | (column[None, :] == node[:, None])
+        current = tl.where(climbing, link // _NUMBERS - 1, -1)
+    tl.store(parents + place, parent.to(tl.int64), mask=is_node)
     cell = place[:, None] * (count + 1) + column[None, :]
     tl.store(mask + cell, hit.to(tl.uint8), mask=is_node[:, None] & (column[None, :] <= count))
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.dispatch import op
-from eagle_server.ops.triton_support import jit, power_of_two, tl
+from eagle_server.ops.triton_support import constant, jit, power_of_two, tl
 
+OUTSIDE = constant(-(1 << 31))  # a key below those of all numbers, see `ordered`
 _ONE_WARP = 1024  # up to this many candidates one warp counts them, without barriers
+_ONE_WARP_NODES = 8  # up to this many nodes one warp takes them from their children
 
 
 class Children(NamedTuple):
@@ -152,8 +154,9 @@ def _launch_children(
         *(best.scores, best.tokens, best.chosen, best.rows, best.ancestor_mask.view(torch.uint8)),
         *(topk, width, step * topk, scores.stride(0), tokens.stride(0), best.chosen.stride(0)),
         CHILDREN=power_of_two(topk * topk),
+        NODES=power_of_two(topk),
         WIDTH=power_of_two(width),
-        num_warps=1,
+        num_warps=1 if topk <= _ONE_WARP_NODES else 4,
     )
     return best
 
@@ -184,27 +187,32 @@ def _launch_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, c
 
 @jit
 def ordered(value):  # type: ignore[no-untyped-def]
-    """Float32 as int64 from 0 on in the same order. NaN comes first, -0.0 equals 0.0."""
+    """Float32 as int32 in the same order, all above OUTSIDE. NaN comes first, -0.0 equals 0.0."""
     value = tl.where(value != value, float("-inf"), tl.where(value == 0.0, 0.0, value))  # noqa: PLR0124  a NaN
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def best_of(key, count):  # type: ignore[no-untyped-def]
-    """Marks the `count` largest keys of `ordered` values, -1 elsewhere.
+    """Marks the `count` largest of `ordered` keys; OUTSIDE is never marked. Also the number of marked keys up to each.
 
-    Finds the bits of the last selected one from the highest on, then takes as many ties as are wanted, the first ones.
+    At least `count` keys reach `low`, and fewer are above `high`. Halves that interval until exactly `count` reach
+    `low`, or only ties of one key are left; the first ones of these are taken.
     """
-    least = tl.full([], 0, tl.int64)
-    for step in range(32):
-        trial = least + (tl.full([], 2147483648, tl.int64) >> step)
-        enough = tl.sum((key >= trial).to(tl.int32), 0) >= count
-        least = tl.where(enough, trial, least)
-    above = key > least
-    ties = key == least
+    high = tl.max(key, 0)
+    low = tl.min(tl.where(key > OUTSIDE, key, 0x7FFFFFFF), 0)
+    reached = tl.full([], -1, tl.int32)  # keys that reach `low`, once counted
+    while (low < high) & (reached != count):
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up
+        above = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = above >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        reached = tl.where(enough, above, reached)
+    above, tie = key > low, key == low
     wanted = count - tl.sum(above.to(tl.int32), 0)
-    return above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= wanted))
+    ties = tl.cumsum(tie.to(tl.int32), 0)
+    return above | (tie & (ties <= wanted)), tl.cumsum(above.to(tl.int32), 0) + tl.minimum(ties, wanted)
 
 
 @jit(varying=("scores", "tokens", "chosen", "scores_request", "tokens_request", "chosen_request"))
@@ -227,29 +235,37 @@ def _children_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     tokens_request,
     chosen_request,
     CHILDREN: tl.constexpr,
+    NODES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Takes the best children one after the other. Ties go to the lower index, and NaN ranks last."""
+    """Takes the best children one after the other. Ties go to the lower index, and NaN ranks last.
+
+    Memory is read before and after the loop, not in it.
+    """
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, CHILDREN)
-    column = tl.arange(0, WIDTH)
     alive = child < topk * topk
-    value = tl.load(scores + request * scores_request + child, mask=alive, other=float("-inf"))
-    ranked = tl.where(value != value, float("-inf"), value)  # noqa: PLR0124  a NaN
+    value = tl.load(scores + request * scores_request + child, mask=alive, other=0.0)
+    key = tl.where(alive, ordered(value), OUTSIDE)
+    node = tl.arange(0, NODES)
+    index = tl.zeros([NODES], tl.int32)  # of each node among the children
     for j in range(topk):
-        best = tl.max(tl.where(alive, ranked, float("-inf")), 0)
-        index = tl.min(tl.where(alive & (ranked == best), child, CHILDREN), 0)
-        alive = alive & (child != index)
-        place = request * topk + j
-        parent = index // topk
-        tl.store(best_scores + place, tl.load(scores + request * scores_request + index))
-        tl.store(best_tokens + place, tl.load(tokens + request * tokens_request + index))
-        tl.store(chosen + request * chosen_request + j, index.to(tl.int64))
-        tl.store(rows + place, request * topk + parent)
-        inside = column < width
-        row = seen + request * seen_request + parent * seen_row
-        inherited = tl.load(row + column * seen_column, mask=inside, other=0)
-        tl.store(mask + place * width + column, tl.where(column == first + j, 1, inherited).to(tl.uint8), mask=inside)
+        found = tl.min(tl.where(key == tl.max(key, 0), child, CHILDREN), 0)
+        key = tl.where(child == found, OUTSIDE, key)
+        index = tl.where(node == j, found, index)
+    is_node, place, parent = node < topk, request * topk + node, index // topk
+    best = tl.load(scores + request * scores_request + index, mask=is_node)
+    token = tl.load(tokens + request * tokens_request + index, mask=is_node)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = is_node[:, None] & (column < width)
+    row = seen + request * seen_request + parent[:, None] * seen_row
+    inherited = tl.load(row + column * seen_column, mask=inside, other=0)
+    tl.store(best_scores + place, best, mask=is_node)
+    tl.store(best_tokens + place, token, mask=is_node)
+    tl.store(chosen + request * chosen_request + node, index.to(tl.int64), mask=is_node)
+    tl.store(rows + place, request * topk + parent, mask=is_node)
+    seen_now = tl.where(column == first + node[:, None], 1, inherited).to(tl.uint8)
+    tl.store(mask + place[:, None] * width + column, seen_now, mask=inside)
 
 
 @jit
@@ -271,8 +287,8 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     inside = index < size
     place = request * size + index
     value = tl.load(scores + place, mask=inside, other=float("-inf"))
-    taken = best_of(tl.where(inside, ordered(value), -1), count)
-    target = request * count + tl.cumsum(taken.to(tl.int32), 0) - 1
+    taken, number = best_of(tl.where(inside, ordered(value), OUTSIDE), count)
+    target = request * count + number - 1
     tl.store(selected + target, index.to(tl.int64), mask=taken)
     tl.store(best_tokens + target, tl.load(tokens + place, mask=taken), mask=taken)
     tl.store(best_scores + target, tl.where(value != value, float("-inf"), value), mask=taken)  # noqa: PLR0124

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree.accepted import store_accepted
+from eagle_server.attention.interface import PagedRequests
+from eagle_server.ops.tree.accepted import ExtendRows, extend_rows, store_accepted
 from eagle_server.plan import Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
@@ -171,6 +172,10 @@ class AcceptedTokens:
         """The first `width` entries of requests: tokens [n * width], features [n * width, F]."""
         tokens, features = (each[:, :width].index_select(0, req_pool_indices) for each in self.storage)
         return tokens.view(-1), features.flatten(0, 1)
+
+    def extend_rows(self, requests: PagedRequests, extend_lens: Tensor, width: int) -> ExtendRows:
+        """The first `width` entries of requests, with their positions."""
+        return extend_rows(*self.storage, requests.req_pool_indices, requests.seq_lens, extend_lens, width)
 
     def taken(self, req_pool_index: int) -> None:
         """The drafter has computed all entries of the request."""

@@ -17,6 +17,7 @@ from eagle_server.attention.interface import AttentionBatch, Causal, Layout, Pag
 from eagle_server.cache.page_table import PageTable
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.device import mirrors, upload
+from eagle_server.ops.tree.accepted import next_lengths
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.accept import Accepted
@@ -88,17 +89,16 @@ class DecodeBatch:
         Only the device knows the lengths. On the host they are one more, and each extend_len is 1, so the rows begin at
         the old seq_len. Every request has as many rows as the trees could accept tokens.
         """
-        count = accepted.accept_length + 1
-        seq_lens, bonus = self.seq_lens + count, accepted.tokens.gather(1, accepted.accept_length[:, None])
+        after = next_lengths(self.seq_lens, accepted.accept_length, accepted.tokens)
         return replace(
             self,
-            seq_lens=seq_lens,
-            verified_id=bonus[:, 0].clamp(min=0),
-            extend_lens=count,
+            seq_lens=after.seq_lens,
+            verified_id=after.verified_id,
+            extend_lens=after.extend_lens,
             seq_lens_host=tuple(n + 1 for n in self.seq_lens_host),
             extend_lens_host=(1,) * len(self.seq_lens_host),
             extend_width=self.accepted_tokens.extend_width(accepted.tokens.shape[1]),
-            ranking=replace(self.ranking, positions=seq_lens + 1),
+            ranking=replace(self.ranking, positions=after.following),
         )
 
 

@@ -19,8 +19,9 @@ from eagle_server.attention.batches import (
 from eagle_server.attention.interface import AttentionBatch, AttentionPlan, Layout, PagedRequests
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.ops.kv.indices import window_slots
+from eagle_server.ops.kv.indices import draft_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
+from eagle_server.ops.tree.accepted import newest_rows
 from eagle_server.ops.tree.candidates import CandidatePool, Children
 from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree, selected_tree
@@ -150,16 +151,12 @@ class EagleDrafter:
         ranking: DraftRanking,
     ) -> EagleDraftInput:
         width = layout.q_lens[0]
-        tokens, features = accepted.take(requests.req_pool_indices, width)
-        first = requests.seq_lens - extend_lens
-        positions = (first[:, None] + torch.arange(width, device=first.device)).view(-1)
+        tokens, features, positions, first = accepted.extend_rows(requests, extend_lens, width)
         bound = plan.bind(extend_batch(requests, first, layout))
         before = None if self._states is None else self._states.extending(requests.req_pool_indices, first, width)
         out = self.head.extend(tokens, features, positions, bound, before)
-        newest = extend_lens - 1 + torch.arange(0, len(tokens), width, device=first.device)
-        normed = out.normed.index_select(0, newest)
+        normed, hidden = newest_rows(out.normed, out.feedback, extend_lens, self.topk)
         logp, best = self._best(normed, ranking)
-        hidden = out.feedback.index_select(0, newest).repeat_interleave(self.topk, dim=0)
         return EagleDraftInput.first(logp, best, hidden, self._windows[self.topk], normed)
 
     def _propose(
@@ -177,18 +174,15 @@ class EagleDrafter:
         seq_lens, guesses = requests.seq_lens, draft.topk_logp
         draft = replace(draft, topk_logp=ranking.chances(guesses))
         pool = CandidatePool.empty(Children(draft.topk_index, draft.topk_logp, guesses), len(plans))
-        window = (self.steps - 1) * topk
-        slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, window)
+        table, indices = requests.req_to_token, requests.req_pool_indices
+        slots, positions = draft_slots(table, indices, seq_lens, self.steps - 1, topk)  # [steps, bs * topk]
         if plans and not self.per_node:
-            self._clear(slots[:, topk:])
-        rows = slots.unflatten(1, (-1, topk)).transpose(0, 1).flatten(1)  # [steps, bs * topk]
-        depths = draft.window.column_steps.view(-1, 1, topk)  # of the steps
-        positions = (depths + seq_lens[:, None]).flatten(1)  # [steps, bs * topk]
+            self._clear(slots[1:])
         attention: AttentionBatch | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
             fed = draft.cut((step + 1) * topk) if self.per_node else draft
             ranking = ranking.advance(draft.topk_index, pool.fed(step) if step else None, topk)
-            attention = draft_step_batch(fed, rows[step], requests, layout, attention)
+            attention = draft_step_batch(fed, slots[step], requests, layout, attention)
             bound = plan.bind(attention)
             fed_nodes = (draft.topk_index.view(-1), draft.hidden_states, positions[step], bound, draft.parents)
             out = self.head.step(step + 1, *fed_nodes, is_last=step == len(plans) - 1)
@@ -205,9 +199,9 @@ class EagleDrafter:
     def _clear(self, slots: Tensor) -> None:
         """Each step reads the slots of later steps, masked. Freed KV that stands there must not be NaN.
 
-        slots: int64 [bs, those behind the first step's].
+        slots: int64 [steps behind the first one, bs * topk].
         """
-        if slots.shape[1]:
+        if len(slots):
             self.attention.pool.clear(slots.reshape(-1))
 
     def _best(self, normed: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:

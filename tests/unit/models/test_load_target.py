@@ -60,10 +60,10 @@ def checkpoint(directory: Path, **settings: Any) -> Path:
     return directory
 
 
-def logits(model: TargetModel, dtype: torch.dtype = torch.float32) -> Tensor:
+def logits(model: TargetModel, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
     output = model(torch.arange(9), torch.arange(9), DenseCausal(1))
     assert output.hidden.dtype == dtype
-    return model.logits(output.hidden)
+    return model.logits(output.hidden, out)
 
 
 def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
@@ -240,7 +240,11 @@ def test_dtype_is_the_checkpoints_or_the_one_asked_for(
     model = load_target(tmp_path / stored, Loading(progress=False), dtype=asked)
     assert model.config.dtype == served
     assert {p.dtype for p in model.parameters()} == {served}
-    assert logits(model, served).dtype == torch.float32
+    found = logits(model, served)
+    assert found.dtype == model.logits_dtype
+    written = torch.empty_like(found)
+    assert torch.equal(logits(model, served, written), found)
+    assert torch.equal(written, found)
     assert torch.get_default_dtype() == torch.float32
 
 

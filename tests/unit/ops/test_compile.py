@@ -54,13 +54,14 @@ FP8, INT4 = (
 PAGED = {"COLUMNS": 64, "HEAD": 128, "DIM": 128, "PDL": True}
 ROUNDED = ("linear.rounded", "_product_kernel")
 MERGE: dict[str, object] = {"PIECES": 64, "CANDIDATES": 1024, "BEST": 8}
-SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{5 * ' i32'}"
+DRAWN = "i64* i64* fp32* fp32* i32* i32 i32 i32"
+SELECTED = f"{2 * 'i64* fp32* fp32* '}{7 * 'i64* '}u8* fp32* fp32*{4 * ' i32'}"
 KERNELS = [
     Kernel(
         "tree.candidates",
         "_children_kernel",
         f"fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8*{6 * ' i32'}",
-        {"CHILDREN": 64, "WIDTH": 64},
+        {"CHILDREN": 64, "NODES": 8, "WIDTH": 64},
     ),
     Kernel("tree.candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
     Kernel(
@@ -112,7 +113,12 @@ KERNELS = [
         "sampling.correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {8 * 'i32 '}fp32", {"BLOCK": 64}
     ),
     Kernel("tree.accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
-    Kernel("sampling.draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32 i32", {"BLOCK": 2048}),
+    Kernel("tree.accepted", "_lengths_kernel", f"{7 * 'i64* '}i32 i32", {"BLOCK": 128}),
+    Kernel("tree.accepted", "_extend_kernel", f"i64* bf16* {4 * 'i64* '}bf16* i64* i64*{5 * ' i32'}", {"BLOCK": 1024}),
+    Kernel("tree.accepted", "_newest_kernel", "bf16* bf16* i64* bf16* bf16* i32 i32 i32", {"BLOCK": 1024}),
+    Kernel("kv.indices", "_draft_slots_kernel", "i32* i64* i64* i64* i64* i32 i32 i32", {"BLOCK": 128}),
+    Kernel("sampling.draw", "_draw_kernel", f"fp32* {DRAWN}", {"BLOCK": 2048}),
+    Kernel("sampling.draw", "_draw_kernel", f"bf16* {DRAWN}", {"BLOCK": 2048}, "bfloat16"),
     Kernel("sampling.draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
     Kernel(
         "sampling.topk",
@@ -150,8 +156,8 @@ KERNELS = [
         *("layers.normed_pairs", "_pairs_kernel", "i64* bf16* bf16* i64* bf16* bf16* bf16* bf16* i32 i32 fp32"),
         *({"KEEPS_NORMED": True, "SIZE": 8192}, "normed"),
     ),
-    Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 512, "ROWS": 16, "NODES": 64}),
-    Kernel("tree.build", "_select_kernel", SELECTED, {"SIZE": 1024, "ROWS": 16, "NODES": 256}, "large"),
+    Kernel("tree.build", "_select_kernel", SELECTED, {"TOPK": 8, "SIZE": 512, "ROWS": 8, "NODES": 64}),
+    Kernel("tree.build", "_select_kernel", SELECTED, {"TOPK": 6, "SIZE": 1024, "ROWS": 8, "NODES": 256}, "large"),
     Kernel(
         "layers.rope_kv",
         "_rotation_kernel",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import retrive_links
-from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
+from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, draft_slots, window_slots
 from eagle_server.ops.kv.move import keep_accepted
 from eagle_server.ops.kv.prefill_plan import PrefillPlan, plan_prefill
 from eagle_server.ops.sampling.correction import Correction, correct_guesses
@@ -18,7 +18,7 @@ from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
 from eagle_server.ops.sampling.truncate import truncate_rows
 from eagle_server.ops.tree.accept import walk_tree
-from eagle_server.ops.tree.accepted import store_accepted
+from eagle_server.ops.tree.accepted import extend_rows, newest_rows, next_lengths, store_accepted
 from eagle_server.ops.tree.build import link_tree, select_nodes
 from eagle_server.ops.tree.candidates import CandidatePool, Children, best_candidates, best_children
 from eagle_server.ops.tree.mask import SlidingWindow, pack_tree_mask
@@ -36,6 +36,7 @@ def test_no_twin_reads_a_value() -> None:
     indptr = valueless(bs + 1, dtype=torch.int32)
     assert build_kv_indices(table, lens, lens, indices).shape == (bs + 1,)
     assert window_slots(table, lens, lens, 4).shape == (bs, 4)
+    assert draft_slots(table, lens, lens, steps, topk)[1].shape == (steps, bs * topk)
     info = [8, bs * size, 224, 16, 0, 32, 64, 256, 96, 112, 0, 0, 400, 1, 1]
     workspace = valueless(512, dtype=torch.uint8)
     plan_prefill(indptr, PrefillPlan.of(workspace, info, (indptr, indptr[1:]), size, topk, -1, 400))
@@ -59,6 +60,9 @@ def test_no_twin_reads_a_value() -> None:
     stored = valueless(9, steps + 2), valueless(9, steps + 2, 7, dtype=torch.float32)
     features = valueless(bs * size, 7, dtype=torch.float32)
     assert store_accepted(features, path, path, lens, *stored).shape == (*path.shape, 7)
+    assert next_lengths(lens, lens, path).verified_id.shape == (bs,)
+    assert extend_rows(*stored, lens, lens, lens, 4).features.shape == (bs * 4, 7)
+    assert newest_rows(features, features, lens, topk)[1].shape == (bs * topk, 7)
     logits = valueless(bs, vocab, dtype=torch.float32)
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
-from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
+from eagle_server.ops.kv.indices import build_draft_decode_kv_indices, build_kv_indices, draft_slots, window_slots
 from tests.support.kernels import DEVICE, each_variant, generator, on_device
 
 UNTOUCHED = -7
@@ -57,6 +57,21 @@ def test_a_windows_slots_are_those_of_its_positions(variant: str, bs: int, width
     assert found.dtype is torch.int64
     for row, start, slots in zip(req_pool_indices.tolist(), starts.tolist(), found, strict=True):
         assert torch.equal(slots, table[row, start + offset : start + offset + count].long())
+
+
+@each_variant(draft_slots)
+@pytest.mark.parametrize(("bs", "steps", "topk"), [(1, 5, 8), (3, 1, 2), (4, 7, 3), (2, 40, 10), (2, 0, 4)])
+def test_a_step_has_the_slots_behind_those_of_the_step_before(variant: str, bs: int, steps: int, topk: int) -> None:
+    width = steps * topk + 9
+    table, req_pool_indices = page_table(bs, width)
+    lens = torch.randint(0, 10, (bs,), generator=generator(width))
+    slots, positions = draft_slots(table, req_pool_indices, lens.to(DEVICE), steps, topk)
+    assert slots.shape == positions.shape == (steps, bs * topk)
+    for b, (row, length) in enumerate(zip(req_pool_indices.tolist(), lens.tolist(), strict=True)):
+        for step in range(steps):
+            first, own = length + step * topk, slice(b * topk, (b + 1) * topk)
+            assert torch.equal(slots[step, own], table[row, first : first + topk].long())
+            assert positions[step, own].tolist() == [length + step] * topk
 
 
 def beam(bs: int, topk: int, step: int) -> Tensor:

@@ -69,6 +69,18 @@ def test_the_draw_is_the_argmax_of_logits_and_noise(variant: str, n: int, vocab:
 
 
 @each_variant(draw_tokens)
+def test_bfloat16_logits_are_drawn_as_their_float32_copies(variant: str) -> None:
+    n, vocab = 9, 4099
+    logits = (3 * torch.randn(n, vocab, generator=generator(n))).bfloat16()
+    temperature = torch.tensor([0.0, 1.0, 0.7])[torch.arange(n) % 3]
+    keyed = on_device(keys_of(n), torch.arange(n), temperature)
+    tokens, scores = draw_tokens(logits.to(DEVICE), *keyed)
+    expected_tokens, expected_scores = draw_tokens(logits.float().to(DEVICE), *keyed)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(scores, expected_scores)
+
+
+@each_variant(draw_tokens)
 def test_ties_go_to_the_lower_id_and_views_of_wider_rows_are_accepted(variant: str) -> None:
     """Equal maxima in one block of the kernel, and in two."""
     logits = torch.zeros(3, 5000)
