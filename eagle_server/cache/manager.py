@@ -119,6 +119,10 @@ class KVCacheManager:
         It gets up to `spare` slots more, so that the page table changes less often. They count as available.
         """
         grown = max(0, self.pages_for(positions) - allocation.needed)
+        if grown <= allocation.spare and not spare:  # in most cycles
+            allocation.needed += grown
+            self.spare_pages -= grown
+            return True
         if grown > self.available_pages:
             return False
         self.spare_pages -= allocation.spare

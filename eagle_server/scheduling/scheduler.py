@@ -235,15 +235,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, output: SequenceOutput, *, decoded: bool) -> TokenDelta:
         """Append the output's tokens up to the first that ends the sequence, and count them."""
-        tokens: list[int] = []
-        wants_none = sequence.request.sampling.max_tokens == 0 and output.failed is None
-        reason: FinishReason | None = FinishReason.LENGTH if wants_none else None
-        for token in output.tokens:
-            if reason is not None:
-                break
-            sequence.tokens.append(token)
-            tokens.append(token)
-            reason = sequence.finish_after(token)
+        tokens, reason = sequence.append(output.tokens)
+        if output.failed is not None and not tokens:
+            reason = None  # a failure is not a length of zero
         sequence.allow_ends()
         self.totals.generated += len(tokens)
         bonus = output.failed is None

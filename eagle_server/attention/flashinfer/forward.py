@@ -109,9 +109,12 @@ class FlashInferBackend(ABC):
     def key_of(self, layout: Layout) -> Hashable | None:
         """See `AttentionBackend.key_of`."""
         if not layout.chunks:
-            return self._key(layout, self.scratch)
+            return self._key(layout, self._modes(layout), self.scratch)
         trees, chunks = layout.parts
-        return _both(self._key(trees, self.scratch), self._key(chunks, self._chunks_scratch))
+        return _both(
+            self._key(trees, self._modes(trees), self.scratch),
+            self._key(chunks, self._modes(chunks), self._chunks_scratch),
+        )
 
     def plan(self, layout: Layout) -> FlashInferPlan | MixedPlan:
         """See `AttentionBackend.plan`.
@@ -127,25 +130,24 @@ class FlashInferBackend(ABC):
     def _modes(self, layout: Layout) -> tuple[Mode, ...]:
         return tuple(self.mode(layout, spec.window) for spec in self.specs)
 
-    def _key(self, layout: Layout, scratch: Scratch) -> Hashable | None:
+    def _key(self, layout: Layout, modes: tuple[Mode, ...], scratch: Scratch) -> Hashable | None:
         batch, rows, limits = len(layout.q_lens), layout.q_len or 0, scratch.limits
         if batch not in limits.graph_batches or rows not in limits.graph_rows:
             return None
-        return self._modes(layout), batch, rows, layout.mask_width, layout.num_visible
+        return modes, batch, rows, layout.mask_width, layout.num_visible
 
     def _plan(self, layout: Layout, scratch: Scratch) -> FlashInferPlan:
         _check(layout, scratch.limits)
-        modes, key = self._modes(layout), self._key(layout, scratch)
-        both = zip(self.specs, modes, strict=True)
-        kinds = tuple(self._kind(layout, spec, mode, scratch, static=key is not None) for spec, mode in both)
-        shared = None
-        if key is None:
-            wrappers = tuple(self._borrow(kind) for kind in kinds)
-        else:
-            shared = self._static.get((scratch, key))
-            if shared is None:
-                shared = self._static[scratch, key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
-            wrappers = shared.wrappers
+        modes = self._modes(layout)
+        key = self._key(layout, modes, scratch)
+        shared = None if key is None else self._static.get((scratch, key))
+        kinds: tuple[WrapperKind, ...] = ()
+        if shared is None:
+            both = zip(self.specs, modes, strict=True)
+            kinds = tuple(self._kind(layout, spec, mode, scratch, static=key is not None) for spec, mode in both)
+        if key is not None and shared is None:
+            shared = self._static[scratch, key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
+        wrappers = tuple(self._borrow(kind) for kind in kinds) if shared is None else shared.wrappers
         pending = [(mode, wrapper) for mode, wrapper in zip(modes, wrappers, strict=True) if not wrapper.is_planned]
         inputs = _plan_inputs(scratch, layout, [mode for mode, _ in pending])
         for (_, wrapper), (lengths, slots) in zip(pending, inputs, strict=True):
