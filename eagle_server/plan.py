@@ -165,10 +165,10 @@ class Decode(msgspec.Struct, frozen=True):
 
     def kept(self, tokens: Sequence[int]) -> int:
         """The number of these new tokens that the request keeps."""
-        kept = len(tokens)
-        if not self.ends.isdisjoint(tokens):
+        kept, left = len(tokens), self.tokens_left
+        if self.ends and not self.ends.isdisjoint(tokens):
             kept = next(count for count, token in enumerate(tokens, 1) if token in self.ends)
-        return min(kept, self.tokens_left)
+        return kept if kept < left else left
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,10 @@ class Sequence:
 
         The context length needs no check: a request whose prompt and max_tokens exceed it is refused.
         """
-        left = self.request.sampling.max_tokens - self.output_length
+        left, stop_ids = self.request.sampling.max_tokens - self.output_length, self.stop_ids
         kept, reason = list(tokens[:left]), FinishReason.LENGTH if len(tokens) >= left else None
-        if not self.stop_ids.isdisjoint(kept):
-            end = next(count for count, token in enumerate(kept, 1) if token in self.stop_ids)
+        if stop_ids and not stop_ids.isdisjoint(kept):
+            end = next(count for count, token in enumerate(kept, 1) if token in stop_ids)
             kept, reason = kept[:end], FinishReason.STOP
         self.tokens.extend(kept)
         return kept, reason

@@ -260,7 +260,8 @@ class AdaptiveBudget:
         sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
         candidates = [number for number, may in enumerate(able) if may]
         # What each may keep: one token is drawn without any level.
-        most_steps = [min(decodes[number].tokens_left - 1, self.steps) for number in candidates]
+        left, steps = [decodes[number].tokens_left - 1 for number in candidates], self.steps
+        most_steps = [steps if each > steps else each for each in left]
         reach = round(sum(most_steps) / len(most_steps)) if most_steps else 0
         beyond = requests if self.shapes else round(2 * math.log2(requests))
         batch = next((size for size in self.shapes if size >= requests), beyond)
