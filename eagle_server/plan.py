@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -144,26 +145,30 @@ class Chunk:
         return self.tokens[1:] + (() if self.next_token is None else (self.next_token,))
 
 
-@dataclass(frozen=True)
-class Decode:
-    """A request to decode in this cycle: draft, verify, accept."""
+class Decode(msgspec.Struct, frozen=True):
+    """A request to decode in this cycle: draft, verify, accept.
+
+    A Struct, as is its output: each cycle makes one per request, 0.15 us instead of 1 us for a dataclass.
+    """
 
     req_pool_index: int
     seq_len: int
     verified_id: int
     sampling: RequestSampling
     # All of its tokens, prompt and output, verified_id last: the scheduler's own list, which grows after the cycle.
-    all_tokens: Sequence[int] = field(default=(), compare=False, repr=False)
+    all_tokens: Sequence[int] = ()
     speculative: bool = True  # False: nothing is drafted for it
-    grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
+    grammar_matcher: GrammarMatcher | None = None
     trees: bool = False  # return its draft tree
     tokens_left: int = sys.maxsize  # the most tokens that it may still get, at least 1
     ends: frozenset[int] = frozenset()  # tokens that end the request
 
     def kept(self, tokens: Sequence[int]) -> int:
         """The number of these new tokens that the request keeps."""
-        end = next((count for count, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
-        return min(end, self.tokens_left)
+        kept, left = len(tokens), self.tokens_left
+        if self.ends and not self.ends.isdisjoint(tokens):
+            kept = next(count for count, token in enumerate(tokens, 1) if token in self.ends)
+        return kept if kept < left else left
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,7 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True)
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True):
     """The output of a scheduled request. A decode gets accepted tokens and the bonus, a last chunk the first token."""
 
     tokens: tuple[int, ...] = ()

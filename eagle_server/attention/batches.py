@@ -15,6 +15,7 @@ have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_ar
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -155,7 +156,7 @@ def static_level_batch(mask: TreeMask, start: int, requests: PagedRequests, layo
 def verify_layout(seq_lens: Sequence[int], nodes: int, topk: int, counts: Sequence[int] | None = None) -> Layout:
     """The verify forward of requests with these lengths. `counts`: the nodes of each tree, if they differ."""
     q_lens = (nodes,) * len(seq_lens) if counts is None else tuple(counts)
-    kv_lens = tuple(map(sum, zip(seq_lens, q_lens, strict=True)))
+    kv_lens = tuple(map(operator.add, seq_lens, q_lens))
     return Layout(q_lens, kv_lens, mask_width=None if topk == 1 else nodes)
 
 

@@ -94,7 +94,7 @@ class Layout:
     def q_len(self) -> int | None:
         """Query rows per request if all have the same number, else None."""
         first = self.q_lens[0]
-        return first if all(n == first for n in self.q_lens) else None
+        return first if self.q_lens.count(first) == len(self.q_lens) else None
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,18 @@ class KVCacheManager:
             self._restores.append((node.checkpoint, allocation.req_pool_index))
         return allocation
 
-    def holds(self, allocation: KVAllocation, positions: int) -> bool:
-        """Whether the allocation has so many slots, spare ones included: then the page table does not change."""
-        return self.pages_for(positions) <= len(allocation.pages)
+    def use(self, allocation: KVAllocation, positions: int) -> bool:
+        """Extend the allocation to `positions` slots if its spare pages suffice: then the page table does not change.
+
+        False if they do not; nothing has changed then.
+        """
+        needed = -(-positions // self.page_size)
+        if needed > len(allocation.pages):
+            return False
+        if needed > allocation.needed:
+            self.spare_pages -= needed - allocation.needed
+            allocation.needed = needed
+        return True
 
     def grow(self, allocation: KVAllocation, positions: int, spare: int = 0) -> bool:
         """Extend the allocation to `positions` slots. False if pages are lacking; nothing has changed then.

@@ -194,10 +194,11 @@ class Scheduler:
         decoding: list[Sequence] = []
         window = self.limits.num_lookahead_slots
         ready = [s for s in self.running if not s.prefilling and s.is_ready]
+        if all(self.kv.use(s.allocation, s.num_computed_tokens + window) for s in ready if s.allocation):
+            return ready
         # If one needs pages, all get some, so that the page table seldom changes. What has none was preempted.
-        grows = any(s.allocation and not self.kv.holds(s.allocation, s.num_computed_tokens + window) for s in ready)
         for sequence in ready:
-            spare = min(SPARE_SLOTS, sequence.most_tokens - sequence.num_computed_tokens) if grows else 0
+            spare = min(SPARE_SLOTS, sequence.most_tokens - sequence.num_computed_tokens)
             while sequence.allocation is not None:
                 if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + window, spare):
                     decoding.append(sequence)
@@ -235,38 +236,32 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, output: SequenceOutput, *, decoded: bool) -> TokenDelta:
         """Append the output's tokens up to the first that ends the sequence, and count them."""
-        tokens: list[int] = []
-        wants_none = sequence.request.sampling.max_tokens == 0 and output.failed is None
-        reason: FinishReason | None = FinishReason.LENGTH if wants_none else None
-        for token in output.tokens:
-            if reason is not None:
-                break
-            sequence.tokens.append(token)
-            tokens.append(token)
-            reason = sequence.finish_after(token)
+        tokens, reason = sequence.append(output.tokens)
+        failed, drafted, count, totals = output.failed, output.drafted, len(tokens), self.totals
+        if failed is not None and not count:
+            reason = None  # a failure is not a length of zero
         sequence.allow_ends()
-        self.totals.generated += len(tokens)
-        bonus = output.failed is None
-        accepted = min(len(tokens), len(output.tokens) - bonus) if output.drafted else 0
+        totals.generated += count
+        accepted = min(count, len(output.tokens) - (failed is None)) if drafted else 0
         if decoded:
-            self.cycle.verified.append((output.drafted, accepted))
-        if decoded and output.drafted:
-            sequence.spec.histogram[accepted] += 1
-            sequence.spec.drafted += output.drafted
-            self.totals.accepted += accepted
-            self.totals.drafted += output.drafted
+            self.cycle.verified.append((drafted, accepted))
+        if decoded and drafted:
+            spec = sequence.spec
+            spec.histogram[accepted] += 1
+            spec.drafted += drafted
+            totals.accepted += accepted
+            totals.drafted += drafted
         if reason is not None:
             self.queue.growth.ended(sequence.output_length, sequence.request.sampling.max_tokens)
             return self._finish(sequence, tokens, reason, output=output)
-        if output.failed is not None:
-            failed = output.failed
+        if failed is not None:
             return self._finish(sequence, tokens, failed.reason, output=output, error=failed.message, cache=False)
         return self._delta(sequence, tokens, output)
 
     def _finish(
         self,
         sequence: Sequence,
-        tokens: Seq[int],
+        tokens: list[int],
         reason: FinishReason,
         *,
         output: SequenceOutput | None = None,
@@ -284,18 +279,16 @@ class Scheduler:
         delta.timing = sequence.times.timing()
         return delta
 
-    def _delta(self, sequence: Sequence, tokens: Seq[int], output: SequenceOutput) -> TokenDelta:
-        prompt_logprobs = None
-        if sequence.request.prompt_logprobs and sequence.prompt_logprobs:
+    def _delta(self, sequence: Sequence, tokens: list[int], output: SequenceOutput) -> TokenDelta:
+        request, prompt_logprobs, tree = sequence.request, None, output.tree
+        if request.prompt_logprobs and sequence.prompt_logprobs:
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        wants_logprobs = sequence.request.sampling.logprobs is not None
-        tree = output.tree
         if tree is not None:
             tree = replace(tree.cut(len(tokens)), seconds=sequence.times.decode)
         return TokenDelta(
-            request_id=sequence.request.request_id,
-            token_ids=list(tokens),
-            logprobs=list(output.logprobs[: len(tokens)]) if wants_logprobs else None,
+            request_id=request.request_id,
+            token_ids=tokens,
+            logprobs=None if request.sampling.logprobs is None else list(output.logprobs[: len(tokens)]),
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.cached_tokens,
             tree=tree,

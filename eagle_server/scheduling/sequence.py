@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def output_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) - len(self.request.prompt_token_ids)
 
     @property
     def prefilling(self) -> bool:
@@ -137,16 +137,18 @@ class Sequence:
         if self.sampling.stop_ids and self.output_length >= self.request.sampling.min_tokens:
             self.sampling = replace(self.sampling, stop_ids=())
 
-    def finish_after(self, token: int) -> FinishReason | None:
-        """Why the sequence ends with `token`, its newest token; None if it continues.
+    def append(self, tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
+        """Append tokens up to the first that ends the sequence. Returns them, and why it ends; None: it continues.
 
         The context length needs no check: a request whose prompt and max_tokens exceed it is refused.
         """
-        if token in self.stop_ids:
-            return FinishReason.STOP
-        if self.output_length >= self.request.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        left, stop_ids = self.request.sampling.max_tokens - self.output_length, self.stop_ids
+        kept, reason = list(tokens[:left]), FinishReason.LENGTH if len(tokens) >= left else None
+        if stop_ids and not stop_ids.isdisjoint(kept):
+            end = next(count for count, token in enumerate(kept, 1) if token in stop_ids)
+            kept, reason = kept[:end], FinishReason.STOP
+        self.tokens.extend(kept)
+        return kept, reason
 
     def chunk(self, length: int) -> Chunk:
         """The next `length` tokens to prefill."""

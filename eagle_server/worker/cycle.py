@@ -6,6 +6,7 @@ One copy brings tokens, log-probabilities, trees and what the budget learns from
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -159,18 +160,18 @@ class Cycle:
         paths, tokens, drafted, finite = self.host.lists("path", "tokens", "drafted", "finite")
         out, known, place = [], self._logprobs("decoded"), 0
         for number, decode in enumerate(self.plan.decodes):  # the batch may have padding after them
-            path, failed = [node for node in paths[number] if node >= 0], None
+            path, failed = paths[number], None
+            count = len(path) if path[-1] >= 0 else path.index(-1)
             if not finite[number]:  # the tokens before the failure are valid
-                good = leading_finite(self.accepted.scores[number], path)
-                failed = self._failure(number, path[good]) if self.restricted else NOT_FINITE
-                path = path[:good]
-            kept = tokens[number][: len(path)]
-            ranked, count = tuple[TokenLogprob, ...](), decode.sampling.params.logprobs
-            if known is not None and count is not None:
-                ranked = known.at(place, kept, count)
-                place += len(paths[number])
-            tree = self._draft_tree(number, paths[number], kept) if decode.trees else None
-            out.append(SequenceOutput(tuple(kept), drafted[number], ranked, failed=failed, tree=tree))
+                good = leading_finite(self.accepted.scores[number], path[:count])
+                failed, count = self._failure(number, path[good]) if self.restricted else NOT_FINITE, good
+            kept = tuple(tokens[number][:count])
+            ranked: tuple[TokenLogprob, ...] = ()
+            if known is not None and (alternatives := decode.sampling.params.logprobs) is not None:
+                ranked = known.at(place, kept, alternatives)
+                place += len(path)
+            tree = self._draft_tree(number, path, kept) if decode.trees else None
+            out.append(SequenceOutput(kept, drafted[number], ranked, failed=failed, tree=tree))
         return tuple(out)
 
     def _logprobs(self, kind: logprobs.Kind) -> logprobs.HostLogprobs | None:
@@ -181,7 +182,7 @@ class Cycle:
         row = to_host(self.tree.retrive_index[number, node])[0]
         return _failure(self.plan.decodes[number], self.logits, row)
 
-    def _draft_tree(self, number: int, path: list[int], kept: list[int]) -> DraftTree:
+    def _draft_tree(self, number: int, path: Sequence[int], kept: Sequence[int]) -> DraftTree:
         nodes, parents = (each[number] for each in self.host.lists("nodes", "parents"))
         scores = self.host.lists("scores")[0][number] if "scores" in self.host else None
         steps = self.steps if number in self.budget.drafting else 0

@@ -181,13 +181,12 @@ class TreeDrafting:
         least = self._least_left
         able = [may and each.tokens_left >= least for each, may in may_draft]
         budget = self.budget.choose(batch.decodes, able)
-        kept = self._with_room(batch, budget.drafting)
-        if len(kept) < len(budget.drafting):
-            budget = replace(budget, drafting=kept)
-        reach = max((batch.decodes[i].tokens_left - 1 for i in kept), default=0)
-        if self.batches.sizes or budget.is_lesson or reach >= budget.steps:
+        if self.batches.accepted_tokens.backlog_bytes:
+            budget = replace(budget, drafting=self._with_room(batch, budget.drafting))
+        if self.batches.sizes or budget.is_lesson:
             return budget  # captured drafters have the depths of their graphs only
-        return replace(budget, steps=reach)
+        reach = max((batch.decodes[i].tokens_left - 1 for i in budget.drafting), default=0)
+        return budget if reach >= budget.steps else replace(budget, steps=reach)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
         """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""

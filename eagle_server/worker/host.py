@@ -43,12 +43,14 @@ class HostCopy:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        self._copied: tuple[Tensor, torch.cuda.Event] | None = None
+        self._end: torch.cuda.Event | None = None  # of the copy; None: it is over
         if tensors and has_streams(next(iter(tensors.values())).device):
-            flat = _packed(tuple(tensors.values()))
+            given = tuple(tensors.values())
+            flat = _packed(given)
             pinned = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
-            self._copied = (pinned, torch.cuda.Event())
-            self._copied[1].record()
+            self._end = torch.cuda.Event()
+            self._end.record()
+            self._tensors = dict(zip(tensors, _unpacked(pinned, given), strict=True))  # before the host must wait
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -64,11 +66,9 @@ class HostCopy:
         return array
 
     def _arrived(self) -> Mapping[str, Tensor]:
-        if self._copied is not None:
-            packed, event = self._copied
-            event.synchronize()
-            tensors = _unpacked(packed, tuple(self._tensors.values()))
-            self._tensors, self._copied = dict(zip(self._tensors, tensors, strict=True)), None
+        if self._end is not None:
+            self._end.synchronize()
+            self._end = None
         return self._tensors
 
 

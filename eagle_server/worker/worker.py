@@ -100,13 +100,15 @@ class Worker:
         if self.overlaps:
             self._run_ahead(cycle)
             meanwhile()
+        computed = self.drafting.computed_tokens(plan.decodes)  # before the host waits for the outputs
+        if self.overlaps:
             chunks, decodes = cycle.outputs()
         self.drafting.learn(cycle, decodes)
         return CycleResult(
             chunks,
             decodes,
             cycle.stage_seconds,
-            draft_computed_tokens=self.drafting.computed_tokens(plan.decodes),
+            draft_computed_tokens=computed,
             settled=self.verifier.settled,
             steps=cycle.steps,
             drafting=cycle.drafting_requests,

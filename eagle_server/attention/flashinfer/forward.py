@@ -110,9 +110,12 @@ class FlashInferBackend(ABC):
     def key_of(self, layout: Layout) -> Hashable | None:
         """See `AttentionBackend.key_of`."""
         if not layout.chunks:
-            return self._key(layout, self.scratch)
+            return self._key(layout, self._modes(layout), self.scratch)
         trees, chunks = layout.parts
-        return _both(self._key(trees, self.scratch), self._key(chunks, self._chunks_scratch))
+        return _both(
+            self._key(trees, self._modes(trees), self.scratch),
+            self._key(chunks, self._modes(chunks), self._chunks_scratch),
+        )
 
     def plan(self, layout: Layout) -> FlashInferPlan | MixedPlan:
         """See `AttentionBackend.plan`.
@@ -128,30 +131,27 @@ class FlashInferBackend(ABC):
     def _modes(self, layout: Layout) -> tuple[Mode, ...]:
         return tuple(self.mode(layout, spec.window) for spec in self.specs)
 
-    def _key(self, layout: Layout, scratch: Scratch) -> Hashable | None:
+    def _key(self, layout: Layout, modes: tuple[Mode, ...], scratch: Scratch) -> Hashable | None:
         batch, rows, limits = len(layout.q_lens), layout.q_len or 0, scratch.limits
         if batch not in limits.graph_batches or rows not in limits.graph_rows:
             return None
-        return self._modes(layout), batch, rows, layout.mask_width, layout.num_visible
+        return modes, batch, rows, layout.mask_width, layout.num_visible
 
     def _plan(self, layout: Layout, scratch: Scratch) -> FlashInferPlan:
         _check(layout, scratch.limits)
-        modes, key = self._modes(layout), self._key(layout, scratch)
-        both = zip(self.specs, modes, strict=True)
-        kinds = tuple(
-            None if mode == "paged" else self._kind(layout, spec, mode, scratch, static=key is not None)
-            for spec, mode in both
+        modes = self._modes(layout)
+        key = self._key(layout, modes, scratch)
+        shared = None if key is None else self._static.get((scratch, key))
+        kinds: tuple[WrapperKind | None, ...] = ()
+        if shared is None:
+            both = zip(self.specs, modes, strict=True)
+            kinds = tuple(self._kind(layout, spec, mode, scratch, static=key is not None) for spec, mode in both)
+        if key is not None and shared is None:
+            made = tuple(None if kind is None else self.make(kind) for kind in kinds)
+            shared = self._static[scratch, key] = _StaticWrappers(made)
+        wrappers = (
+            tuple(None if kind is None else self._borrow(kind) for kind in kinds) if shared is None else shared.wrappers
         )
-        shared = None
-        if key is None:
-            wrappers = tuple(None if kind is None else self._borrow(kind) for kind in kinds)
-        else:
-            shared = self._static.get((scratch, key))
-            if shared is None:
-                shared = self._static[scratch, key] = _StaticWrappers(
-                    tuple(None if kind is None else self.make(kind) for kind in kinds)
-                )
-            wrappers = shared.wrappers
         pending = [
             (mode, wrapper)
             for mode, wrapper in zip(modes, wrappers, strict=True)
@@ -181,8 +181,13 @@ class FlashInferBackend(ABC):
         except ValueError:
             raise ValueError(f"the backend was built for {self.specs}, not for {layer}") from None
 
-    def _kind(self, layout: Layout, spec: PlanSpec, mode: Mode, scratch: Scratch, *, static: bool) -> WrapperKind:
+    def _kind(
+        self, layout: Layout, spec: PlanSpec, mode: Mode, scratch: Scratch, *, static: bool
+    ) -> WrapperKind | None:
+        """None: our own kernel computes it."""
         batch, rows = len(layout.q_lens), layout.q_len or 0
+        if mode == "paged":
+            return None
         # A masked wrapper uses our buffers only with use_cuda_graph, which fixes its batch size and number of rows.
         if static or mode == "mask":
             return WrapperKind(mode, spec, batch, rows, scratch)

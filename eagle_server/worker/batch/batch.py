@@ -225,6 +225,8 @@ class Batches:
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
         """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
+        if not self.accepted_tokens.backlog_bytes:
+            return None
         pieces, features = list[tuple[int, int, Sequence[int]]](), list[Tensor]()
         for decode in decodes:
             kept = self.accepted_tokens.backlog(decode.req_pool_index)

@@ -101,7 +101,8 @@ class Lessons:
     def next(self, decodes: Sequence[Decode], largest: TreeShape) -> bool:
         """Whether the next cycle is a lesson."""
         self.cycle += 1
-        kinds = {(decode.sampling.temperature_bin, largest) for decode in decodes if decode.speculative}
+        bins = {decode.sampling.temperature_bin for decode in decodes if decode.speculative}
+        kinds = {(each, largest) for each in bins}
         is_lesson = any(self._given[kind] < self.policy.first_lessons for kind in kinds)
         is_lesson = is_lesson or self.cycle % self.policy.lesson_period == 0
         self._given.update(kinds if is_lesson else ())
@@ -235,7 +236,6 @@ class AdaptiveBudget:
         self._steps, self._sizes, topk = np.array(options, dtype=float).T[:, :, None]
         self._fed = np.where(topk > 0, topk, widest)
         self._forwards = np.array([[float(forwards(shape.steps))] for shape in options])
-        self._option = {shape: number for number, shape in enumerate(options)}
         self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
@@ -260,7 +260,8 @@ class AdaptiveBudget:
         sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
         candidates = [number for number, may in enumerate(able) if may]
         # What each may keep: one token is drawn without any level.
-        most_steps = [min(decodes[number].tokens_left - 1, self.steps) for number in candidates]
+        left, steps = [decodes[number].tokens_left - 1 for number in candidates], self.steps
+        most_steps = [steps if each > steps else each for each in left]
         reach = round(sum(most_steps) / len(most_steps)) if most_steps else 0
         beyond = requests if self.shapes else round(2 * math.log2(requests))
         batch = next((size for size in self.shapes if size >= requests), beyond)
@@ -287,14 +288,15 @@ class AdaptiveBudget:
             return CycleBudget(tuple(wanted), choice.steps, choice.nodes, choice.topk, choice.least_logp)
         # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
         largest, first = self.largest(requests), self.policy.first_lessons
-        new = [n for n in candidates if self.prospects.trees(decodes[n], largest) < first]
-        others = [(self.prospects.last[row], n) for n, row in zip(candidates, rows, strict=True) if n not in wanted]
+        is_new = [trees < first for trees in self.prospects.trees(largest)]
+        new, taken = [n for n in candidates if is_new[decodes[n].sampling.temperature_bin]], set(wanted)
+        others = [(self.prospects.last[row], n) for n, row in zip(candidates, rows, strict=True) if n not in taken]
         if self.first_drafts is not None and self.first_drafts.is_open and not wanted and not new:
             new = [n for _, n in others if decodes[n].sampling.params.temperature == 0]
         self._probes = bool(others and not new) and self._credit > 0
         if self._probes:  # the request whose last draft is the oldest drafts once, to measure it
             new = [min(others)[1]]
-        wanted = sorted({*wanted, *new})
+        wanted = sorted(taken.union(new))
         least_logp = choice.least_logp if choice.steps or self.shapes else math.log(self.policy.probe_chance)
         return CycleBudget(tuple(wanted), largest.steps, largest.nodes, largest.topk, least_logp)
 
@@ -369,12 +371,7 @@ class AdaptiveBudget:
         """The best option and least chance, if the next trees are like the last ones."""
         seen, costs = self.prospects, self.costs
         plain = requests / (costs.speed * costs.verify.at(requests, kv) + costs.between)
-        # An option has no more levels than a request may keep.
-        places = [
-            [self._option.get(shape._replace(steps=min(shape.steps, most)), n) for n, shape in enumerate(seen.options)]
-            for most in most_steps
-        ]
-        of = np.array(rows)[:, None], np.array(places)
+        of = np.array(rows)[:, None], seen.within(most_steps)
         tokens, nodes = requests + seen.tokens[of].sum(axis=0), seen.nodes[of].sum(axis=0)  # [options, chances]
         drafting = seen.drafts[rows].sum(axis=0)
         if self.shapes:  # all requests verify as many rows, whether they draft or not

@@ -52,9 +52,21 @@ class Prospects:
             for decode in decodes
         ]
 
-    def trees(self, decode: Decode, shape: TreeShape) -> int:
-        """How many lessons of this shape its temperature bin has had, or of larger ones."""
-        return int(self._counts[self._requests + decode.sampling.temperature_bin, self._told_by(shape)].min())
+    def within(self, most_steps: Sequence[int]) -> Ints:
+        """For requests that may keep so many levels: what stands for each option, [requests, options].
+
+        It is the option with no more levels, or the same one if there is none.
+        """
+        numbers = {shape: number for number, shape in enumerate(self.options)}
+        kept = {
+            most: [numbers.get(shape._replace(steps=min(shape.steps, most)), own) for shape, own in numbers.items()]
+            for most in set(most_steps)
+        }
+        return np.array([kept[most] for most in most_steps])
+
+    def trees(self, shape: TreeShape) -> list[int]:
+        """How many lessons of this shape, or of larger ones, each temperature bin has had."""
+        return [int(count) for count in self._counts[self._requests :, self._told_by(shape)].min(axis=1)]
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
@@ -74,29 +86,34 @@ class Prospects:
         bins = [self._requests + decode.sampling.temperature_bin for decode in decodes]
         for shared in set(bins):
             own = [n for n, each in enumerate(bins) if each == shared]
-            self._move(shared, [each[own].mean(axis=0) for each in seen], cycle, told)
-        for n, decode in enumerate(decodes):
-            row = decode.req_pool_index
-            if not self._known[row]:
-                self._known[row], shared = True, bins[n]
-                self.best[row], self.last[row] = self.best[shared], self.last[shared]
-                for array in (self.tokens, self.nodes, self.drafts, self._counts, self._last):
-                    array[row] = array[shared]
-            self._move(row, [each[n] for each in seen], cycle, told)
+            self._move([shared], [each[own].mean(axis=0, keepdims=True) for each in seen], cycle, told)
+        rows = [decode.req_pool_index for decode in decodes]
+        new = [n for n, row in enumerate(rows) if not self._known[row]]
+        to, of = [rows[n] for n in new], [bins[n] for n in new]
+        for row, shared in zip(to, of, strict=True):
+            self._known[row], self.best[row], self.last[row] = True, self.best[shared], self.last[shared]
+        for array in (self.tokens, self.nodes, self.drafts, self._counts, self._last):
+            array[to] = array[of]
+        self._move(rows, seen, cycle, told)
         self.lessons += 1
 
-    def _move(self, row: int, seen: Sequence[Floats], cycle: int, told: NDArray[np.bool_]) -> None:
-        """Let a new tree count for the cycles since the last one, in the options that it tells of."""
-        self._counts[row, told] += 1
-        passed = -np.expm1((self._last[row] - cycle) / self._policy.forgetting)
-        weights = np.where(told, np.maximum(1 / (self._counts[row] + 1), passed), 0.0)
-        self.last[row], self._last[row, told] = cycle, cycle
+    def _move(self, rows: Sequence[int], seen: Sequence[Floats], cycle: int, told: NDArray[np.bool_]) -> None:
+        """Let a new tree of each row count for the cycles since its last one, in the options that it tells of.
+
+        seen: [rows, ..] each, as `evaluate` returns them. No row occurs twice.
+        """
+        self._counts[rows] += told
+        passed = -np.expm1((self._last[rows] - cycle) / self._policy.forgetting)
+        weights = np.where(told, np.maximum(1 / (self._counts[rows] + 1), passed), 0.0)  # [rows, options]
+        self._last[rows] = np.where(told, cycle, self._last[rows])
+        least = weights[:, told].min(axis=1, initial=1.0)
         tokens, nodes, drafts, best = seen
-        self.tokens[row] += weights[:, None] * (tokens - self.tokens[row])
-        self.nodes[row] += weights[:, None] * (nodes - self.nodes[row])
-        weight = weights[told].min(initial=1.0)
-        self.drafts[row] += weight * (drafts - self.drafts[row])
-        self.best[row] += weight * (float(best) - self.best[row])
+        self.tokens[rows] += weights[:, :, None] * (tokens - self.tokens[rows])
+        self.nodes[rows] += weights[:, :, None] * (nodes - self.nodes[rows])
+        self.drafts[rows] += least[:, None] * (drafts - self.drafts[rows])
+        for row, weight, chance in zip(rows, map(float, least), map(float, best), strict=True):
+            self.last[row] = cycle
+            self.best[row] += weight * (chance - self.best[row])
 
     def evaluate(self, logp: Floats, parents: Ints) -> tuple[Floats, Floats, Floats, Floats]:
         """Tokens, nodes, drafts and the best chance of trees [requests, n]."""

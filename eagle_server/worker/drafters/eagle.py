@@ -106,11 +106,12 @@ class EagleDrafter:
             return self._propose_native(self._native, self._narrowed(draft, topk), batch)
         if self.per_node:
             layouts = [draft_decode_layout(lens, step, topk) for step in steps]
-        else:
-            layouts = [draft_layout(lens, self.steps - 1, topk)] * len(steps)
-        distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
-        plans = [distinct[layout] for layout in layouts]
-        keys = tuple(plan.graph_key for plan in distinct.values())
+        else:  # one for all steps
+            layouts = [draft_layout(lens, self.steps - 1, topk)][: len(steps)]
+        plans = [self.attention.plan(layout) for layout in layouts]
+        keys = tuple(plan.graph_key for plan in plans)
+        if not self.per_node:
+            plans, layouts = plans * len(steps), layouts * len(steps)
         shape = (batch.steps, batch.nodes, topk)
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys, shape)
         function = partial(self._propose, plans, layouts, batch.nodes, topk)

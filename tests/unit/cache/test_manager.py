@@ -76,14 +76,26 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
         if entry is None or entry[0] not in self.kv.allocations:
             return
         allocation, before, had = entry[0], entry[0].needed, len(entry[0].pages)
-        free, holds = self.kv.available_pages, self.kv.holds(entry[0], positions)
+        free, wanted = self.kv.available_pages, self.kv.pages_for(positions)
         grown = self.kv.grow(allocation, positions, spare)
-        wanted = self.kv.pages_for(positions)
         assert grown == (wanted - before <= free)
         assert allocation.needed == (max(before, wanted) if grown else before)
         assert self.kv.available_pages == free - (allocation.needed - before), "spare pages are available"
         assert had <= len(allocation.pages) <= max(had, wanted, self.kv.pages_for(positions + spare))
-        assert not holds or grown
+        assert grown or wanted > had
+
+    @rule(entry=held, positions=st.integers(1, 40))
+    def use(self, entry: tuple[KVAllocation, list[int]] | None, positions: int) -> None:
+        """It does what `grow` does, if the spare pages suffice."""
+        if entry is None or entry[0] not in self.kv.allocations:
+            return
+        allocation, before, pages = entry[0], entry[0].needed, list(entry[0].pages)
+        free, wanted = self.kv.available_pages, self.kv.pages_for(positions)
+        used = self.kv.use(allocation, positions)
+        assert used == (wanted <= len(pages))
+        assert allocation.needed == (max(before, wanted) if used else before)
+        assert allocation.pages == pages
+        assert self.kv.available_pages == free - (allocation.needed - before)
 
     @rule(entry=held, written=st.integers(0, 11), proven=st.booleans())
     def publish(self, entry: tuple[KVAllocation, list[int]] | None, written: int, *, proven: bool) -> None:

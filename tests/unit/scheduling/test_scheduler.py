@@ -105,7 +105,8 @@ def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> Non
     assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 4)], [(8, 2)], []]
     assert [chunk.next_token for plan in plans for chunk in plan.chunks] == [4, 8, None]
     assert [chunk.tokens for chunk in plans[1].chunks] == [(4, 5, 6, 7)]
-    assert plans[3].decodes == (Decode(plans[0].chunks[0].req_pool_index, 10, 10, GREEDY, tokens_left=23),)
+    row = plans[0].chunks[0].req_pool_index
+    assert plans[3].decodes == (Decode(row, 10, 10, GREEDY, all_tokens=[*range(12)], tokens_left=23),)
 
 
 def test_decodes_run_in_every_cycle_while_prompts_share_the_chunk_budget() -> None:
