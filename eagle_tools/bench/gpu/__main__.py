@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "  batches   speculative over plain throughput at batch 1 to 64: adaptive trees, chains, one size\n"
         "  peer      transformers' generate over the same weights\n"
         "  contexts  1k to 32k: the plain step and its floor\n"
+        "  paged     1k to 32k: verify and draft by a kernel over the page table\n"
         "  mask      1k to 32k: verify and draft under a mask\n"
         "  cascade   1k to 32k: verify and draft by a cascade\n"
         "  per_node  1k to 32k: verify by a cascade, draft by a query per node\n"

@@ -38,6 +38,7 @@ MEASURES: dict[str, Callable[[BenchEngines], dict[str, Any]]] = {
     "batches": batches,
     "peer": transformers_peer,
     "contexts": long_plain,
+    "paged": partial(long_trees, verifying="paged", drafting="paged"),
     "mask": partial(long_trees, verifying="mask", drafting="mask"),
     "cascade": partial(long_trees, verifying="cascade", drafting="cascade"),
     "per_node": partial(long_trees, verifying="cascade", drafting="per_node"),

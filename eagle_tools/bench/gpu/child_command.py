@@ -16,6 +16,7 @@ PARTS = {
     "batches": 180.0,
     "peer": 40.0,
     "contexts": 40.0,
+    "paged": 40.0,
     "mask": 40.0,
     "cascade": 40.0,
     "per_node": 40.0,

@@ -262,7 +262,7 @@ _SECTIONS = {
     "mla": _mla,
     "products": _products,
 }
-_LONG = ("contexts", "mask", "cascade", "per_node")  # parts that share a table
+_LONG = ("contexts", "paged", "mask", "cascade", "per_node")  # parts that share a table
 
 
 def _suite(tests: Document | None) -> Iterator[str]:
