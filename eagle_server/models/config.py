@@ -306,6 +306,11 @@ class ModelConfig:
     split: Split | None = None
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the logits on a GPU. A softcap gives float32, and so may transformers' code."""
+        return self.dtype if self.has_family and not self.logits_softcap else torch.float32
+
+    @property
     def attending(self) -> Sequence[int]:
         """The layers that attend, in ascending order."""
         recurrent, layers = self.recurrent, range(self.num_layers)

@@ -67,7 +67,7 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree 
 
     Args:
         logits: float32 or bfloat16 [bs, rows, vocab]. They are not modified, because log-probabilities are read from
-            them later. Edits are made in a float32 copy.
+            them later. What edits them gives float32.
         positions: int64 [bs, rows], the sequence position of each row's draw. The noise depends on it, so rows with the
             same position in the same request get the same noise.
         tree: the tree whose nodes the rows are. None if there is one row.
@@ -124,8 +124,7 @@ def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
     if sampling.truncated is None and sampling.floored is None:
         return logits
-    temperature, limits = sampling.all_temperature, sampling.limits
-    return truncate_rows(logits.float(), temperature, limits, sampling.truncated, sampling.floored)
+    return truncate_rows(logits, sampling.all_temperature, sampling.limits, sampling.truncated, sampling.floored)
 
 
 def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:

@@ -26,6 +26,8 @@ _LEAST_PER_KV = 2e-5  # seconds per KV token, as a part of those of one row
 _NOTHING = TreeShape(0, 1)  # to draft
 _REPEATING = (0, 1, 0, 2, 0)  # a text that n-grams continue by a tree that branches
 _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
+# Edited logits are float32, whatever the target's are: they have kernels of their own.
+_EDITED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9, logit_bias=((0, 1.0),)), key=1)
 
 
 def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
@@ -41,7 +43,8 @@ def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Seq
     # In the second cycle the first one's requests have accepted as many tokens as they can: the widest draft-extend.
     more = worker.batches.accepted_tokens.width if shape.steps else 0
     both = ((shortest, _GREEDY, (row,)), (shortest + more, _SAMPLED, () if more else (row,)))
-    cycles = (*both, *((length, _GREEDY, (row,)) for length in longer), (shortest, _TRUNCATED, (row,)))
+    cut = ((shortest, sampling, (row,)) for sampling in (_TRUNCATED, _EDITED))
+    cycles = (*both, *((length, _GREEDY, (row,)) for length in longer), *cut)
     for size in sizes:
         for length, sampling, released in cycles:
             decodes = (Decode(row, length, verified_id=0, sampling=sampling, all_tokens=_REPEATING),) * size

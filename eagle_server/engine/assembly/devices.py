@@ -192,12 +192,12 @@ def graph_sizes(config: Config, backend: Backend, *models: ModelConfig) -> tuple
 def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *, streams: int, adaptive: bool) -> int:
     """The most bytes that the results of captured functions keep. They grow with every batch size and every shape.
 
-    All verifications share the float32 logits of the largest one, with those of the prompts in a mixed forward. Mixed
+    All verifications share the logits of the largest one, with those of the prompts in a mixed forward. Mixed
     forwards share their features too: they are captured for the shapes that occur, which nobody knows yet. Draft-extend
     is captured with each of its widths, and what computes trees twice, because attention to them is computed
     differently over long texts. `streams`: residual streams in a node's feature that a drafter reads.
     """
-    hidden = model.hidden_size * model.dtype.itemsize
+    hidden, logits = model.hidden_size * model.dtype.itemsize, model.vocab_size * model.logits_dtype.itemsize
     extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots) if tree.steps else 0
     rows, kept = 0, 0
     for size in sizes:
@@ -209,8 +209,8 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
             ways = 1 if topk == 1 or nodes == 1 else 2
             kept += ways * size * (nodes * max(1, streams) * hidden + tree_bytes)
     if rows:
-        kept += 4 * MIXED_CHUNKS * model.vocab_size + (rows + MIXED_ROWS) * max(1, streams) * hidden
-    return 4 * rows * model.vocab_size + kept
+        kept += MIXED_CHUNKS * logits + (rows + MIXED_ROWS) * max(1, streams) * hidden
+    return rows * logits + kept
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:

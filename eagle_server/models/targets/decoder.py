@@ -108,7 +108,7 @@ class TargetModel(nn.Module):
     @property
     def logits_dtype(self) -> torch.dtype:
         """Float32, or the model's dtype if logits are computed in it."""
-        return torch.float32 if self.config.logits_softcap else self.lm_head.output_dtype
+        return torch.promote_types(self.config.logits_dtype, self.lm_head.output_dtype)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in `logits_dtype`, written to `out` if there is one."""

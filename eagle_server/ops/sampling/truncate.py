@@ -31,7 +31,7 @@ _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes abo
 _BLOCK = 2048  # tokens of a piece
 _CANDIDATES = 128  # at most, of a piece; see "top-k and top-p among candidates" in docs/experiments.md
 _SEARCHED = 4096  # keys or logits that a search reads at once
-_RUN = 64  # tokens in a row that belong to the same piece: 256 bytes
+_RUN = 64  # tokens in a row that belong to the same piece: 128 bytes or more
 _LEAST_MASS = constant(1e-30)  # top_p = 0 keeps one token
 _LEAST = constant(-(1 << 63))  # smaller than every key
 _MOST = constant((1 << 63) - 1)
@@ -45,12 +45,14 @@ def truncate_rows(
     """The logits with -inf for tokens that top-k, then top-p, then min_p remove. Equal logits: the smaller id stays.
 
     Args:
-        logits: float32 [bs, rows, V], not modified. The kernel returns a row with NaN or +inf as it is.
+        logits: float32 or bfloat16 [bs, rows, V], not modified. The result is float32. The kernel drops nothing from a
+            row with NaN or +inf.
         temperature: float32 [bs]. Greedy requests (0) lose no token.
         limits: float32 [3, bs]: top_k (`NO_TOP_K`: off), top_p (1: off) and min_p (0: off).
         truncated, floored: int64, the stochastic requests with top-k or top-p, and those with min_p; None: there are
             none. The kernel reads the limits only.
     """
+    logits = logits.float()
     if truncated is not None:
         logits = _restricted(logits, temperature, truncated, truncate, *limits[:2])
     return above_min_ps(logits, temperature, limits, floored)
@@ -114,7 +116,7 @@ def _launch_truncate(
     flat, vocab_size = logits.flatten(0, 1).contiguous(), logits.shape[2]
     settings = temperature.contiguous(), limits.contiguous()
     cuts = _launch_cuts(flat, *settings, _launch_candidates(flat, *settings))
-    out = torch.empty_like(flat)
+    out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
     block = _block(vocab_size)
     _drop_kernel[len(flat), blocks(vocab_size, block)](flat, cuts, out, vocab_size, BLOCK=block)
     return out.view_as(logits)
@@ -212,7 +214,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     if limited:
         place = tl.arange(0, BLOCK)
         token = (place // RUN * pieces + piece) * RUN + place % RUN
-        value = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf"))
+        value = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
         finite = tl.abs(value) < float("inf")
         count = tl.sum(finite.to(tl.int32), 0)
         highest = tl.max(tl.where(finite, value, float("-inf")), 0)
@@ -336,7 +338,7 @@ def _measure(source, size, pivot, highest, scale, BLOCK: tl.constexpr, MASS: tl.
             key = tl.load(source + place, mask=place < size, other=_LEAST)
             value = _value((key >> 32).to(tl.int32))
         else:
-            value = tl.load(source + place, mask=place < size, other=float("-inf"))
+            value = tl.load(source + place, mask=place < size, other=float("-inf")).to(tl.float32)
             key = _key(value, place)
         above = key > pivot
         weight = tl.exp((value - highest) * scale) if MASS else above.to(tl.float32)
@@ -351,5 +353,5 @@ def _drop_kernel(logits, cuts, out, vocab_size, BLOCK: tl.constexpr):  # type: i
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place, inside = row * vocab_size + token, token < vocab_size
-    value = tl.load(logits + place, mask=inside)
+    value = tl.load(logits + place, mask=inside).to(tl.float32)
     tl.store(out + place, tl.where(_key(value, token) < tl.load(cuts + row), float("-inf"), value), mask=inside)

@@ -177,6 +177,15 @@ KERNELS = [
         {"BLOCK": 4096, "PIECES": 64, "CANDIDATES": 128},
     ),
     Kernel("sampling.truncate", "_drop_kernel", "fp32* i64* fp32* i32", {"BLOCK": 2048}),
+    Kernel(
+        *("sampling.truncate", "_candidates_kernel", "bf16* fp32* fp32* i64* fp32* i32 i32 i32"),
+        *({"BLOCK": 2048, "RUN": 64, "CANDIDATES": 128}, "bfloat16"),
+    ),
+    Kernel(
+        *("sampling.truncate", "_cut_kernel", "bf16* fp32* fp32* i64* fp32* i64* i32 i32 i32 i32"),
+        *({"BLOCK": 4096, "PIECES": 64, "CANDIDATES": 128}, "bfloat16"),
+    ),
+    Kernel("sampling.truncate", "_drop_kernel", "bf16* i64* fp32* i32", {"BLOCK": 2048}, "bfloat16"),
     Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel(
         "recurrent.kernels",

@@ -80,9 +80,10 @@ Round = tuple[list[Request], dict[int, list[Request]]]  # requests at first, and
 def served() -> Iterator[Round]:
     """Prompts of many lengths alone, together and beside decodes, each way of sampling, batches of every size."""
     truncated = {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.01}
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, truncated]
+    edited = {**truncated, "logit_bias": ((3, 1.0),)}
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, truncated, edited]
     for number, length in enumerate((1, 3, 16, 41, 97)):
-        yield [request("a", range(1, length + 1), max_tokens=3, ignore_eos=True, seed=number, **ways[number % 3])], {}
+        yield [request("a", range(1, length + 1), max_tokens=3, ignore_eos=True, seed=number, **ways[number % 4])], {}
     for count in (2, 3):
         each = [request(i, range(1, 2 + 3 * i), max_tokens=3 + i, ignore_eos=True, **ways[i % 3]) for i in range(count)]
         yield each, {}
@@ -117,6 +118,14 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Emulation:
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_every_kernel_is_compiled_before_the_engine_is_ready(name: str, module: Emulation, seen: set[str]) -> None:
     check(engine(module, **ENGINES[name]), seen)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["graphs, adaptive", "torch_native"])
+def test_so_it_is_in_bfloat16_whose_edited_logits_are_float32(name: str, module: Emulation, seen: set[str]) -> None:
+    target = random_target(layers=3, torch_dtype="bfloat16").to(torch.bfloat16)
+    head = random_head(target, "EAGLE3").to(torch.bfloat16)  # type: ignore[attr-defined]
+    check(speculative(target, head, **numbers(module, **ENGINES[name])), seen)
 
 
 @pytest.mark.deep

@@ -102,7 +102,7 @@ CASCADE = PAGED | {
     "estimates": (2, 0),
     "verify": (15, 0),
     "layer": (11, 0),
-    "accept": (8, 0),  # four truncate: a float32 copy, two that read rows with many programs, one that searches
+    "accept": (7, 0),  # three of them truncate: two read each row with many programs, for one that searches
 }
 
 

@@ -169,6 +169,16 @@ def test_tokens_that_transforms_removed_stay_removed(variant: str) -> None:
     assert torch.equal(truncated(logits, limits, [1.0] * 4), expected)
 
 
+@each_variant(truncate_rows)
+def test_bfloat16_logits_are_truncated_as_their_float32_copies(variant: str) -> None:
+    """With ties, which bfloat16 has many of, and with a limit that the candidates do not reach."""
+    logits = torch.cat([rows_of(kind, 5000)[:, None] for kind in KINDS]).bfloat16()
+    limits = [LIMITS[number % len(LIMITS)] for number in range(len(logits))]
+    found = truncated(logits, limits, [0.9] * len(logits))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, truncated(logits.float(), limits, [0.9] * len(logits)))
+
+
 @with_triton
 def test_a_row_that_is_not_finite_is_returned_as_it_is(variant: str) -> None:
     logits = torch.randn(4, 1, 90, generator=generator())
