@@ -57,7 +57,7 @@ class TargetModel(nn.Module):
         rope = self.rope(positions, x.dtype)
         local_rope = rope if self.local_rope is None else self.local_rope(positions, x.dtype)
         aux = x.new_empty(len(x), len(aux_boundaries), x.shape[1])
-        streams = dict(zip(aux_boundaries, aux.unbind(1), strict=True))
+        streams = {boundary: aux[:, number] for number, boundary in enumerate(aux_boundaries)}
         residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
             if boundary in streams:  # a copy, because layers may overwrite their arguments

@@ -22,7 +22,7 @@ from eagle_server.ops.triton_support import blocks, constant, dependent_launch, 
 
 LARGEST_HEAD = 256  # head sizes above it need more shared memory than tiles of this size have
 _WARPS = 1024  # that fill a GPU: an H100 has 132 multiprocessors, and more programs than 8 warps each were no faster
-_MOST_PARTS = 32
+_USUAL_PARTS, _MOST_PARTS = 8, 16  # tiles are smaller where the usual parts do not fill it
 # By the (row, shared head) pairs of a tile: warps of a program, and stages of its loop. Measured on an H100.
 _TILES = {16: (2, 3), 32: (4, 3), 64: (4, 3), 128: (8, 2)}
 _COLUMNS = 64  # slots that are read at once
@@ -139,7 +139,7 @@ def _launch(
 def _tiles(pairs: int, groups: int) -> tuple[int, int]:
     """(pairs of a tile, parts of a request's KV), if there are `groups` times (requests times KV heads) `pairs`."""
     tile = min(max(_TILES), power_of_two(pairs, min(_TILES)))
-    while tile > min(_TILES) and blocks(pairs, tile) * groups * _TILES[tile][0] * _MOST_PARTS // 4 < _WARPS:
+    while tile > min(_TILES) and blocks(pairs, tile) * groups * _TILES[tile][0] * _USUAL_PARTS < _WARPS:
         tile //= 2
     warps = blocks(pairs, tile) * groups * _TILES[tile][0]
     parts = min(_MOST_PARTS, max(1, _WARPS // warps))

@@ -192,7 +192,7 @@ SHAPE = ModelConfig(
 
 @pytest.fixture
 def target() -> TargetModel:
-    return randomized(TargetModel(SHAPE, 64))
+    return randomized(TargetModel(SHAPE, 64)).requires_grad_(requires_grad=False)
 
 
 def randomized(model: Model) -> Model:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_server.ops.tree import paged
 from eagle_server.ops.tree.paged import PagedRows, paged_attention
-from tests.support.kernels import needs_triton, on_device
+from tests.support.kernels import each_variant, needs_triton, on_device, take
 
 SLOTS = 480
 # query heads, KV heads, head size, rows, window (0: causal), prefixes
@@ -33,10 +33,9 @@ class Case:
     rows: PagedRows
     sinks: Tensor | None
 
-    def run(self, kind: str) -> Tensor:
+    def run(self) -> Tensor:
         out = torch.full_like(self.q, math.nan)
-        scale = self.q.shape[2] ** -0.5
-        return paged_attention.variants[kind](self.q, self.keys, self.values, self.rows, scale, self.sinks, out)
+        return paged_attention(self.q, self.keys, self.values, self.rows, self.q.shape[2] ** -0.5, self.sinks, out)
 
 
 def case(shape: tuple[int, int, int, int, int, tuple[int, ...]], dtype: torch.dtype, *, sinks: bool = False) -> Case:
@@ -85,36 +84,33 @@ def by_loops(given: Case) -> Tensor:
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_twin_is_softmax_over_what_a_row_sees(
-    shape: tuple[int, int, int, int, int, tuple[int, ...]], sinks: bool
+@each_variant(paged_attention)
+def test_it_is_softmax_over_what_a_row_sees(
+    variant: str,
+    shape: tuple[int, int, int, int, int, tuple[int, ...]],
+    sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = case(shape, torch.float64, sinks=sinks)
-    torch.testing.assert_close(given.run("torch").cpu(), by_loops(given), rtol=1e-9, atol=1e-9)
-
-
-@needs_triton
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernels_give_the_twins_numbers(
-    shape: tuple[int, int, int, int, int, tuple[int, ...]], sinks: bool
-) -> None:
-    given = case(shape, torch.float32, sinks=sinks)
-    torch.testing.assert_close(given.run("triton"), given.run("torch"), rtol=1e-4, atol=1e-4)
+    take(variant, monkeypatch)
+    dtype, tolerance = (torch.float64, 1e-9) if variant == "torch" else (torch.float32, 1e-4)
+    given = case(shape, dtype, sinks=sinks)
+    torch.testing.assert_close(given.run().cpu().double(), by_loops(given), rtol=tolerance, atol=tolerance)
 
 
 @needs_triton
 def test_one_part_gives_the_same_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    take("triton", monkeypatch)
     given = case(SHAPES[1], torch.float32)
-    several = given.run("triton")
+    several = given.run()
     monkeypatch.setattr(paged, "_MOST_PARTS", 1)
-    torch.testing.assert_close(given.run("triton"), several, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(given.run(), several, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("pairs", "groups", "tiles"),
     [
         (256, 8, (128, 8)),  # a tree of 64 at batch 1: 4 tiles for 8 KV heads
-        (32, 8, (16, 32)),  # a draft step of topk 8
+        (32, 8, (16, 16)),  # a draft step of topk 8
         (24, 256, (32, 1)),  # chains of 5 at batch 32
         (16, 512, (16, 1)),  # chains of 3 at batch 64
         (64, 64, (64, 4)),  # trees of 16 at batch 8
