@@ -3,9 +3,10 @@
 Causal forwards need no mask; those with one query row per request use the decode kernels. Forwards of a few rows, trees
 and chains, are computed by a kernel of our own, which needs no plan (`ops/tree/paged.py`). Over a long context a tree
 is a cascade: FlashInfer computes the prefix without a mask, our own kernel computes the tree's block, and both are
-merged by their log-sum-exp. In a tree, sliding windows are measured by depth. So layers with a sliding window use a bit
-mask over prefix and window instead. A draft step may also run as decode queries: one per node, each with its own list
-of slots. Positions in such a list are consecutive, so sliding windows work there unchanged.
+merged by their log-sum-exp. In a tree, sliding windows are measured by depth. FlashInfer can express that by a bit mask
+over prefix and window only, which is left for heads that are too large for our own kernel. A draft step may also run as
+decode queries: one per node, each with its own list of slots. Positions in such a list are consecutive, so sliding
+windows work there unchanged.
 """
 
 from __future__ import annotations
@@ -130,18 +131,19 @@ class FlashInferAttention(FlashInferBackend):
             if layout.q_len == 1:
                 return "decode"
             few = layout.q_len is not None and layout.q_len <= FEW_ROWS
-            return "paged" if few and self._verify in ("auto", "paged") and self._pages(sliding) else "prefill"
+            return "paged" if few and self._verify in ("auto", "paged") and self._has_pages else "prefill"
         chosen = self._verify if layout.num_visible is None else self._draft
         if chosen == "auto":
             cascades = layout.q_len != 1 and max(layout.kv_lens) >= CASCADE_FROM
             chosen = "cascade" if cascades else "paged"
-        if chosen == "paged" and not self._pages(sliding):
-            return "mask"
-        return "mask" if chosen == "cascade" and sliding else chosen
+        if chosen == "cascade" and sliding:
+            chosen = "paged"
+        return "mask" if chosen == "paged" and not self._has_pages else chosen
 
-    def _pages(self, sliding: int) -> bool:
-        """Whether our own kernel computes layers with this sliding window."""
-        return not sliding and all(heads.head_dim <= LARGEST_HEAD for heads in self._heads.values())
+    @property
+    def _has_pages(self) -> bool:
+        """Whether our own kernel computes heads of this size."""
+        return all(heads.head_dim <= LARGEST_HEAD for heads in self._heads.values())
 
     def make(self, kind: WrapperKind) -> Wrapper:
         if kind.mode not in ("decode", "per_node"):

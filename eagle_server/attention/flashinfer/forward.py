@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -265,11 +265,12 @@ class FlashInferPlan:
             for mode, wrapper in planned:
                 assert wrapper is not None
                 wrapper.plan_on_device(kv_indptr[mode])
-        tree, rows = None, None
+        tree, rows = None, dict[int, PagedRows]()
         if "paged" in self.modes:
             assert batch.row_slots is None, "padding of chunks is computed by FlashInfer"
-            mask = batch.mask.visible if isinstance(batch.mask, TreeMask) else None
-            rows = PagedRows(batch.req_pool_indices, batch.kv_lens, batch.req_to_token, mask)
+            both = zip(self.backend.specs, self.modes, strict=True)
+            windows = dict.fromkeys(spec.window for spec, mode in both if mode == "paged")
+            rows = {window: _paged_rows(batch, window) for window in windows}
         if isinstance(batch.mask, TreeMask):
             slidings = [
                 spec.window for spec, mode in zip(self.backend.specs, self.modes, strict=True) if mode == "mask"
@@ -309,7 +310,7 @@ class BoundFlashInfer(BoundAttention):
     plan: FlashInferPlan
     out_cache_loc: Tensor
     tree: TreeBlock | None
-    rows: PagedRows | None
+    rows: Mapping[int, PagedRows]  # by the sliding windows of layers whose rows our own kernel computes
     chunks: BoundFlashInfer | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
@@ -344,8 +345,7 @@ class BoundFlashInfer(BoundAttention):
         cascades = self.plan.modes[spec] == "cascade"
         out, lse = q.new_empty(*q.shape[:2], values.shape[2]), None
         if wrapper is None:
-            assert self.rows is not None
-            return paged_attention(q, keys, values, self.rows, layer.scale, layer.sinks, out)
+            return paged_attention(q, keys, values, self.rows[layer.sliding_window], layer.scale, layer.sinks, out)
         if cascades or layer.sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         wrapper.run(q, keys, values, out, lse)
@@ -357,6 +357,17 @@ class BoundFlashInfer(BoundAttention):
             prefix, out = (out, lse), torch.empty_like(out)
             tree_block_attention(q, keys, values, self.tree.slots, self.tree.mask, layer.scale, prefix, out)
         return out
+
+
+def _paged_rows(batch: AttentionBatch, sliding: int) -> PagedRows:
+    """The rows of a forward in layers with this sliding window, 0: none. In a tree it is measured by depth."""
+    requests, mask = (batch.req_pool_indices, batch.kv_lens, batch.req_to_token), batch.mask
+    if not isinstance(mask, TreeMask):
+        return PagedRows(*requests, None, sliding)
+    visible = mask.visible
+    if sliding:
+        visible = visible & (mask.column_depths[:, None] > mask.row_depths[..., None] - sliding)
+    return PagedRows(*requests, visible, sliding, mask.row_depths)
 
 
 def _both(trees: Hashable | None, chunks: Hashable | None) -> Hashable | None:

@@ -41,6 +41,10 @@ class PagedRows:
     kv_lens: Tensor  # int64 [bs], window included
     req_to_token: Tensor  # int32 [max requests, width]
     mask: Tensor | None  # bool [bs, R, W], True = attend; None: causal, W = R
+    # A sliding window, of so many positions with the row's own; 0: none. A mask has it for the window already. A row is
+    # `row_depths` behind the prefix, int64 [bs, R]; None: its number among the rows.
+    sliding: int = 0
+    row_depths: Tensor | None = None
 
 
 @op
@@ -60,12 +64,16 @@ def paged_attention(
     bs, longest = len(rows.kv_lens), int(rows.kv_lens.max())
     count, (heads, kv_heads) = len(q) // bs, (q.shape[1], k_pool.shape[1])
     shared, dtype = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
-    window = _causal(bs, count, q.device) if rows.mask is None else rows.mask
+    window = _causal(bs, count, rows.sliding, q.device) if rows.mask is None else rows.mask
     column = torch.arange(longest, device=q.device)
     place = column - (rows.kv_lens[:, None] - window.shape[2])  # [bs, longest], in the window
     inside = (place >= 0) & (place < window.shape[2])
     wanted = place.clamp(0, window.shape[2] - 1)[:, None].expand(-1, count, -1)
-    seen = (place < 0)[:, None] | (inside[:, None] & window.gather(2, wanted))  # [bs, R, longest]
+    before = (place < 0)[:, None].expand(-1, count, -1)
+    if rows.sliding:
+        depths = torch.arange(count, device=q.device).expand(bs, -1) if rows.row_depths is None else rows.row_depths
+        before = before & (place[:, None] > depths[..., None] - rows.sliding)
+    seen = before | (inside[:, None] & window.gather(2, wanted))  # [bs, R, longest]
     table = rows.req_to_token[rows.req_pool_indices, :longest]
     slots = torch.where(column < rows.kv_lens[:, None], table, table[:, :1]).view(-1)
     keys, values = (  # [bs, KV, longest, D]
@@ -82,8 +90,9 @@ def paged_attention(
     return out.copy_(attended.permute(0, 3, 1, 2, 4).reshape(out.shape))
 
 
-def _causal(bs: int, count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(bs, -1, -1)
+def _causal(bs: int, count: int, sliding: int, device: torch.device) -> Tensor:
+    seen = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    return (seen.triu(1 - sliding) if sliding else seen).expand(bs, -1, -1)
 
 
 @paged_attention.on("triton")
@@ -97,23 +106,23 @@ def _launch(
     pairs, parts = _tiles(count * shared, kv_heads * bs)
     warps, stages = _TILES[pairs]
     mask = None if rows.mask is None else rows.mask.contiguous().view(torch.uint8)
+    depths = rows.row_depths.contiguous() if rows.sliding and rows.row_depths is not None else None
     size = len(q) * heads * parts if parts > 1 else 0
     partial, lse = (torch.empty(size, n, dtype=torch.float32, device=q.device) for n in (dim, 1))
     _attention_kernel[(blocks(count * shared, pairs), kv_heads, bs * parts)](
-        *(
-            q,
-            k_pool,
-            v_pool,
-            rows.req_to_token,
-            rows.req_pool_indices,
-            rows.kv_lens,
-            mask,
-            out if sinks is None else sinks,
-        ),
+        *(q, k_pool, v_pool, rows.req_to_token, rows.req_pool_indices, rows.kv_lens, mask, depths, sinks),
         *(out, partial, lse),
         *(*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], *out.stride()[:2], rows.req_to_token.stride(0)),
-        *(count, count if rows.mask is None else rows.mask.shape[2], shared, heads, scale * math.log2(math.e)),
+        *(
+            count,
+            count if rows.mask is None else rows.mask.shape[2],
+            shared,
+            heads,
+            rows.sliding,
+            scale * math.log2(math.e),
+        ),
         CAUSAL=rows.mask is None,
+        SLIDES=rows.sliding > 0,
         SINKS=sinks is not None,
         PARTS=parts,
         PAIRS=pairs,
@@ -146,8 +155,8 @@ def _tiles(pairs: int, groups: int) -> tuple[int, int]:
     return tile, 1 << (parts.bit_length() - 1)
 
 
-@jit(varying=("req_to_token", "req_pool_indices", "kv_lens", "mask", "rows", "width", "table_row"))
-def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915, PLR0917
+@jit(varying=("req_to_token", "req_pool_indices", "kv_lens", "mask", "row_depths", "rows", "width", "table_row"))
+def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917
     q,
     k_pool,
     v_pool,
@@ -155,6 +164,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     req_pool_indices,
     kv_lens,
     mask,
+    row_depths,
     sinks,
     out,
     partial,
@@ -172,8 +182,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     width,
     shared,
     heads,
+    sliding,
     scale,
     CAUSAL: tl.constexpr,
+    SLIDES: tl.constexpr,
     SINKS: tl.constexpr,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -205,21 +217,33 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
             total += 1.0
     acc = tl.zeros([PAIRS, DIM], tl.float32)
 
+    begin = 0
+    lowest = tl.zeros([PAIRS], tl.int32)  # the columns above it are in the sliding window
+    if SLIDES:
+        begin = tl.maximum(prefix - sliding + 1, 0)
+        depth = node if row_depths is None else tl.load(row_depths + row, mask=is_pair, other=0).to(tl.int32)
+        lowest = prefix + depth - sliding
     if PARTS == 1:
-        start, end = 0, prefix
+        start, end = begin, prefix
     else:  # the window is a part of its own
-        size = (prefix + (PARTS - 1) * COLUMNS - 1) // ((PARTS - 1) * COLUMNS) * COLUMNS
-        start = part * size
+        size = (prefix - begin + (PARTS - 1) * COLUMNS - 1) // ((PARTS - 1) * COLUMNS) * COLUMNS
+        start = begin + part * size
         end = tl.where(part == PARTS - 1, start, tl.minimum(start + size, prefix))
     for first in range(start, end, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         is_column = column < end
         slot = tl.load(table + column, mask=is_column, other=0).to(tl.int64)
         key = tl.load((keys + slot * k_slot)[None] + dim[:, None], mask=is_column[None] & is_dim[:, None], other=0.0)
-        scores = tl.where(is_column[None], tl.dot(query, key, input_precision="ieee") * scale, float("-inf"))
+        visible = is_column[None]
+        if SLIDES:
+            visible = visible & (column[None] > lowest[:, None])
+        scores = tl.where(visible, tl.dot(query, key, input_precision="ieee") * scale, float("-inf"))
         above = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - above[:, None])
-        kept = tl.exp2(top - above)
+        shift = above
+        if SLIDES:  # -inf - -inf is NaN
+            shift = tl.where(above > float("-inf"), above, 0.0)
+        weights = tl.exp2(scores - shift[:, None])
+        kept = tl.exp2(top - shift)
         total = total * kept + tl.sum(weights, axis=1)
         value = tl.load((values + slot * v_slot)[:, None] + dim, mask=is_column[:, None] & is_dim, other=0.0)
         acc = tl.dot(weights.to(value.dtype), value, acc * kept[:, None], input_precision="ieee")
@@ -235,6 +259,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
             )
             if CAUSAL:
                 allowed = is_column[None] & (column[None] <= node[:, None])
+                if SLIDES:
+                    allowed = allowed & (column[None] > node[:, None] - sliding)
             else:
                 in_mask = is_pair[:, None] & is_column[None]
                 allowed = tl.load(mask + row[:, None] * width + column, mask=in_mask, other=0) != 0

@@ -336,8 +336,8 @@ def test_auto_cascades_where_contexts_are_long(monkeypatch: pytest.MonkeyPatch) 
     world = World(LAYERS)
     backend = flashinfer(world, STATIC, "auto").backend
     short, long = (backend.plan(verify(world, [0, 1], [9, n]).layout) for n in (32, 33))
-    assert short.modes == ("paged", "mask", "paged")
-    assert long.modes == ("cascade", "mask", "cascade")  # a sliding window is counted by depth: mask only
+    assert short.modes == ("paged", "paged", "paged")
+    assert long.modes == ("cascade", "paged", "cascade")  # a sliding window is counted by depth: not by a cascade
     assert short.graph_key != long.graph_key
 
 

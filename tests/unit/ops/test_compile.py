@@ -203,11 +203,23 @@ KERNELS = [
     *(
         Kernel(
             *("tree.paged", "_attention_kernel"),
-            f"bf16* bf16* bf16* i32* i64* i64* {mask} {sinks} bf16* fp32* fp32*{13 * ' i32'} fp32",
-            {"CAUSAL": mask == "None", "SINKS": sinks != "None", "PARTS": parts, "PAIRS": pairs, **PAGED},
-            f"{'causal' if mask == 'None' else 'tree'}, {pairs} pairs, {parts} parts",
+            f"bf16* bf16* bf16* i32* i64* i64* {mask} {depths} {sinks} bf16* fp32* fp32*{14 * ' i32'} fp32",
+            {
+                "CAUSAL": mask == "None",
+                "SLIDES": slides,
+                "SINKS": sinks != "None",
+                "PARTS": parts,
+                "PAIRS": pairs,
+                **PAGED,
+            },
+            f"{'causal' if mask == 'None' else 'tree'}, {pairs} pairs, {parts} parts, sliding {slides}",
         )
-        for mask, sinks, pairs, parts in (("u8*", "None", 64, 4), ("u8*", "fp32*", 16, 8), ("None", "fp32*", 32, 1))
+        for mask, depths, sinks, pairs, parts, slides in (
+            ("u8*", "None", "None", 64, 4, False),
+            ("u8*", "i64*", "fp32*", 16, 8, True),
+            ("None", "None", "fp32*", 32, 1, True),
+            ("None", "None", "None", 32, 1, False),
+        )
     ),
     Kernel(
         *("tree.paged", "_merge_kernel", "fp32* fp32* bf16* i32 i32 i32 i32"),

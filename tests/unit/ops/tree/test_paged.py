@@ -38,7 +38,9 @@ class Case:
         return paged_attention(self.q, self.keys, self.values, self.rows, self.q.shape[2] ** -0.5, self.sinks, out)
 
 
-def case(shape: tuple[int, int, int, int, int, tuple[int, ...]], dtype: torch.dtype, *, sinks: bool = False) -> Case:
+def case(
+    shape: tuple[int, int, int, int, int, tuple[int, ...]], dtype: torch.dtype, *, sinks: bool = False, sliding: int = 0
+) -> Case:
     """The first row of a tree sees the first column alone. Slots that are not read hold NaN."""
     heads, kv_heads, dim, count, width, prefixes = shape
     source = torch.Generator().manual_seed(count)
@@ -53,10 +55,12 @@ def case(shape: tuple[int, int, int, int, int, tuple[int, ...]], dtype: torch.dt
         for pool in (keys, values):
             pool[table[request, :length]] = torch.randn(length, kv_heads, dim, generator=source).to(dtype)
     q = torch.randn(bs * count, heads, dim, generator=source).to(dtype)
-    q, keys, values, indices, lens, table, mask, weights = on_device(
-        q, keys, values, torch.arange(bs), lens, table.int(), mask, torch.randn(heads, generator=source)
+    weights, depths = torch.randn(heads, generator=source), torch.randint(9, (bs, count), generator=source)
+    q, keys, values, indices, lens, table, mask, weights, depths = on_device(
+        q, keys, values, torch.arange(bs), lens, table.int(), mask, weights, depths
     )
-    return Case(q, keys, values, PagedRows(indices, lens, table, mask if width else None), weights if sinks else None)
+    rows = PagedRows(indices, lens, table, mask if width else None, sliding, depths if width else None)
+    return Case(q, keys, values, rows, weights if sinks else None)
 
 
 def by_loops(given: Case) -> Tensor:
@@ -68,7 +72,11 @@ def by_loops(given: Case) -> Tensor:
         for node in range(count):
             window = count if rows.mask is None else rows.mask.shape[2]
             inside = range(node + 1) if rows.mask is None else rows.mask[request, node].nonzero().view(-1).tolist()
-            columns = [*range(length - window), *(length - window + column for column in inside)]
+            depth = node if rows.row_depths is None else int(rows.row_depths[request, node])
+            first = max(0, length - window + depth - rows.sliding + 1) if rows.sliding else 0
+            if rows.sliding and rows.mask is None:
+                inside = [column for column in inside if column > node - rows.sliding]
+            columns = [*range(first, length - window), *(length - window + column for column in inside)]
             slots = table[columns].long()
             for head in range(heads):
                 key, value = (
@@ -82,6 +90,7 @@ def by_loops(given: Case) -> Tensor:
     return out
 
 
+@pytest.mark.parametrize("sliding", [0, 4, 30])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @each_variant(paged_attention)
@@ -89,11 +98,12 @@ def test_it_is_softmax_over_what_a_row_sees(
     variant: str,
     shape: tuple[int, int, int, int, int, tuple[int, ...]],
     sinks: bool,
+    sliding: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take(variant, monkeypatch)
     dtype, tolerance = (torch.float64, 1e-9) if variant == "torch" else (torch.float32, 1e-4)
-    given = case(shape, dtype, sinks=sinks)
+    given = case(shape, dtype, sinks=sinks, sliding=sliding)
     torch.testing.assert_close(given.run().cpu().double(), by_loops(given), rtol=tolerance, atol=tolerance)
 
 
