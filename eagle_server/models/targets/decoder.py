@@ -43,6 +43,7 @@ class TargetModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed
         self._native: NativeDecoder | None = None
+        self._logits_dtype = config.logits_dtype
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: BoundAttention, aux_boundaries: Sequence[int] = ()
@@ -108,7 +109,7 @@ class TargetModel(nn.Module):
     @property
     def logits_dtype(self) -> torch.dtype:
         """Float32, or the model's dtype if logits are computed in it."""
-        return torch.promote_types(self.config.logits_dtype, self.lm_head.output_dtype)
+        return torch.promote_types(self._logits_dtype, self.lm_head.output_dtype)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in `logits_dtype`, written to `out` if there is one."""
