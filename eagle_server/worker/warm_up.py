@@ -31,12 +31,16 @@ _EDITED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0
 
 
 def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
-    """Run a long prompt, a prompt of one token, both at once where two requests may run, and decode batches of these
-    sizes and sequence lengths, with trees of this shape, after cycles that accepted few tokens and many."""
+    """Run prompts, and decode batches of these sizes and sequence lengths, with trees of this shape.
+
+    The prompts are a long one, one of one token, both at once where two requests may run, and with graphs one of few
+    pieces. The batches come after cycles that accepted few tokens and many.
+    """
     row = worker.batches.pad_row
     width = worker.batches.table.tensor.shape[1]
-    long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))
-    prompts = ((long,), (short,), (short, long))
+    lens = min(_PROMPT, width), min(PIECE_ROWS, width), 1
+    long, middle, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in lens)
+    prompts = (*([(middle,)] if worker.batches.sizes else []), (long,), (short,), (short, long))
     for chunks in prompts[:-1] if row < 2 else prompts:  # noqa: PLR2004  rows below the padding row are requests
         worker.run(CyclePlan(chunks=chunks, warm_up=shape))
     shortest, *longer = lengths

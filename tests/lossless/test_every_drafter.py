@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from eagle_server.attention.batches import CAPTURED_PIECES
 from eagle_server.engine.engine import Engine
 from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker import worker
@@ -86,6 +87,7 @@ def test_captured_cycles_on_flashinfer_give_the_plain_text(
     captured = Counter(key[0] for key in engine.worker.verifier.graphs.keys)
     widths = len(extend_widths(engine.worker.batches.steps))
     assert captured.pop("extend", 0) in (0, widths * len(SIZES)), "draft-extend with each width"
+    assert captured.pop("read", 0) <= len(CAPTURED_PIECES), "prompts of few rows, by the number of their pieces"
     assert set(captured.values()) == {len(SIZES)}, "each stage once per size"
-    stages = {key[0] for key in engine.worker.verifier.graphs.keys}
+    stages = {key[0] for key in engine.worker.verifier.graphs.keys} - {"read"}
     assert len(stages) == drafting.case.stages

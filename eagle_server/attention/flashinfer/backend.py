@@ -131,19 +131,22 @@ class FlashInferAttention(FlashInferBackend):
             if layout.q_len == 1:
                 return "decode"
             few = layout.q_len is not None and layout.q_len <= FEW_ROWS
-            return "paged" if few and self._verify in ("auto", "paged") and self._has_pages else "prefill"
-        chosen = self._verify if layout.num_visible is None else self._draft
+            return "paged" if few and self._pages(layout, self._verify) else "prefill"
+        chosen = asked = self._verify if layout.num_visible is None else self._draft
         if chosen == "auto":
             cascades = layout.q_len != 1 and max(layout.kv_lens) >= CASCADE_FROM
             chosen = "cascade" if cascades else "paged"
-        if chosen == "cascade" and sliding:
-            chosen = "paged"
-        return "mask" if chosen == "paged" and not self._has_pages else chosen
+        if chosen == "paged" or (chosen == "cascade" and sliding):
+            return "paged" if self._pages(layout, asked) else "mask"
+        return chosen
 
-    @property
-    def _has_pages(self) -> bool:
-        """Whether our own kernel computes heads of this size."""
-        return all(heads.head_dim <= LARGEST_HEAD for heads in self._heads.values())
+    def _pages(self, layout: Layout, asked: TreeMode) -> bool:
+        """Whether our own kernel computes the forward. It is compiled for each shape: by itself for captured ones."""
+        if any(heads.head_dim > LARGEST_HEAD for heads in self._heads.values()):
+            return False
+        limits = self.scratch.limits
+        captured = len(layout.q_lens) in limits.graph_batches and layout.q_len in limits.graph_rows
+        return asked == "paged" or (asked != "mask" and captured)
 
     def make(self, kind: WrapperKind) -> Wrapper:
         if kind.mode not in ("decode", "per_node"):

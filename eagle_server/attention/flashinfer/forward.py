@@ -112,10 +112,8 @@ class FlashInferBackend(ABC):
         if not layout.chunks:
             return self._key(layout, self._modes(layout), self.scratch)
         trees, chunks = layout.parts
-        return _both(
-            self._key(trees, self._modes(trees), self.scratch),
-            self._key(chunks, self._modes(chunks), self._chunks_scratch),
-        )
+        own = self._key(chunks, self._modes(chunks), self._chunks_scratch)
+        return _both(self._key(trees, self._modes(trees), self.scratch), own) if trees.q_lens else own
 
     def plan(self, layout: Layout) -> FlashInferPlan | MixedPlan:
         """See `AttentionBackend.plan`.
@@ -126,6 +124,8 @@ class FlashInferBackend(ABC):
         if not layout.chunks:
             return self._plan(layout, self.scratch)
         trees, chunks = layout.parts
+        if not trees.q_lens:
+            return self._plan(chunks, self._chunks_scratch)
         return MixedPlan(self._plan(trees, self.scratch), self._plan(chunks, self._chunks_scratch))
 
     def _modes(self, layout: Layout) -> tuple[Mode, ...]:

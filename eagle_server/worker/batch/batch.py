@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -120,8 +121,14 @@ class Prompts:
 
     chunks: tuple[Chunk, ...]
     rows: PromptBatch  # the target's rows
-    pairs: PromptBatch | None = None  # None: no features are read, or no row's next token is known
+    make_pairs: Callable[[], PromptBatch] | None = None  # None: no features are read, or no row's next token is known
     features: Tensor | None = None  # [rows, F], of the pairs: the target's at the positions before the tokens
+    pieces: tuple[PromptPieces, Tensor] | None = None  # the pairs as a captured forward takes them, and the page table
+
+    @cached_property
+    def pairs(self) -> PromptBatch | None:
+        """The pairs' tokens."""
+        return None if self.make_pairs is None else self.make_pairs()
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,7 @@ class Batches:
                 features.append(rows)
         if not pieces:
             return None
-        pairs = prompt_batch(pieces, self.table.tensor)
+        pairs = partial(prompt_batch, pieces, self.table.tensor)
         prompts = prompt_batch([(index, start + 1, tokens) for index, start, tokens in pieces], self.table.tensor)
         return Prompts((), prompts, pairs, torch.cat(features))
 
@@ -246,22 +253,25 @@ class Batches:
 
     def pieces(self, chunks: Sequence[Chunk]) -> PromptPieces | None:
         """The chunks as a captured mixed forward takes them; None: they do not fit one."""
-        spans = [(chunk.start, len(chunk.tokens)) for chunk in chunks]
+        if any(chunk.prompt_logprobs for chunk in chunks):
+            return None
+        return self._in_pieces([(chunk.req_pool_index, chunk.start, chunk.tokens) for chunk in chunks])
+
+    def _in_pieces(self, prompts: Sequence[Piece]) -> PromptPieces | None:
+        spans = [(start, len(tokens)) for _, start, tokens in prompts]
         needed = sum(len(piece_ends(rows)) for _, rows in spans)
         count = next((count for count in CAPTURED_PIECES if count >= needed), 0)
-        if not count or any(chunk.prompt_logprobs for chunk in chunks):
-            return None
-        layout = pieces_layout(spans, count)
-        if max(layout.kv_lens) > self.table.width:
+        layout = pieces_layout(spans, count) if count else None
+        if layout is None or max(layout.kv_lens) > self.table.width:
             return None
         rows = np.zeros((4, count * PIECE_ROWS), dtype=np.int64)
         indices, places, first = np.full(count, self.pad_row), list[NDArray[np.int64]](), 0
-        for chunk, (start, length) in zip(chunks, spans, strict=True):
+        for (index, _, tokens), (start, length) in zip(prompts, spans, strict=True):
             own, pieces = slice(first * PIECE_ROWS, first * PIECE_ROWS + length), len(piece_ends(length))
-            slots = self.table.slots[chunk.req_pool_index, start : start + length]
-            rows[:, own] = chunk.tokens, np.arange(start, start + length), slots, slots
+            slots = self.table.slots[index, start : start + length]
+            rows[:, own] = tokens, np.arange(start, start + length), slots, slots
             rows[3, own.stop : (first + pieces) * PIECE_ROWS] = slots[-1]
-            indices[first : first + pieces] = chunk.req_pool_index
+            indices[first : first + pieces] = index
             places.append(np.arange(own.start, own.stop))
             first += pieces
         numbers = np.concatenate([rows.ravel(), indices, np.asarray(layout.kv_lens)])
@@ -284,17 +294,19 @@ class Batches:
 
         A prompt's last row has no next token yet. It is recorded in the accepted tokens once the token is sampled.
         """
-        pieces, kept, start, given = [], list[Tensor](), 0, list[int]()
+        pieces, kept, start, known = [], list[Tensor](), 0, list[Piece]()
         for chunk, request in zip(chunks, rows.requests, strict=True):
             if chunk.following and features is not None:
                 pieces.append((request, chunk.start, chunk.following))
-                given.append(chunk.req_pool_index)
+                known.append((chunk.req_pool_index, chunk.start, chunk.following))
                 kept.append(features[start : start + len(chunk.following)])
             start += len(chunk.tokens)
         if not pieces:
             return Prompts(chunks, rows)
-        pairs = prompt_batch(pieces, rows.attention.req_to_token, given)
-        return Prompts(chunks, rows, pairs, kept[0] if len(kept) == 1 else torch.cat(kept))
+        pairs = partial(prompt_batch, pieces, rows.attention.req_to_token, [index for index, _, _ in known])
+        given = kept[0] if len(kept) == 1 else torch.cat(kept)
+        own = self._in_pieces(known) if self.sizes else None
+        return Prompts(chunks, rows, pairs, given, None if own is None else (own, self.table.tensor))
 
     def decode(self, decodes: Sequence[Decode], *, drafting: bool = False, size: int = 0) -> DecodeBatch:
         """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's.

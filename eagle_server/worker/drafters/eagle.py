@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,12 @@ from eagle_server.attention.batches import (
     draft_step_batch,
     extend_batch,
     extend_layout,
+    pieces_batch,
 )
 from eagle_server.attention.interface import AttentionBatch, AttentionPlan, Layout, PagedRequests
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.ops.device import upload
 from eagle_server.ops.kv.indices import draft_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
 from eagle_server.ops.tree.accepted import newest_rows
@@ -27,7 +30,7 @@ from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree, selected_tree
 from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
-from eagle_server.worker.batch.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, PromptPieces, Prompts
 from eagle_server.worker.batch.draft_ranking import DraftRanking
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.drafters.row_states import RowStates
@@ -66,16 +69,43 @@ class EagleDrafter:
             self._states.forget(req_pool_index)
 
     def prefill(self, prompts: Prompts) -> None:
-        """Draft KV of prompt rows, causally."""
-        if prompts.pairs is None or prompts.features is None:
+        """Draft KV of prompt rows, causally. Few rows are one captured forward, as they are in verification."""
+        features = prompts.features
+        if features is not None and prompts.pieces is not None and self._has_read(*prompts.pieces, features):
             return
-        batch, features = prompts.pairs, prompts.features
+        if prompts.pairs is None or features is None:
+            return
+        batch = prompts.pairs
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
         if self._native is not None and bound.native_rows is not None:
             self._native.prefill(batch.tokens, features, batch.positions, bound.native_rows)
         else:
             before = None if self._states is None else self._states.reading(batch)
             self.head.extend(batch.tokens, features, batch.positions, bound, before)
+
+    def _has_read(self, pieces: PromptPieces, req_to_token: Tensor, features: Tensor) -> bool:
+        """Read the prompts in a captured forward; False: none is captured."""
+        layout = replace(pieces.layout, chunks=len(pieces.layout.q_lens))
+        key = self.attention.key_of(layout) if self._states is None and self.graphs.captures else None
+        if key is None:
+            return False
+        source = np.zeros(sum(layout.q_lens), dtype=np.int64)  # padding may be any row
+        source[pieces.places] = np.arange(len(features))
+        numbers = upload(np.concatenate([pieces.numbers, source]), features.device)
+        rows, count = len(source), len(layout.q_lens)
+        fixed, indices, kv_lens, of_rows = numbers.split_with_sizes([4 * rows, count, count, rows])
+        requests = PagedRequests(indices, kv_lens, req_to_token)
+        function = partial(self._read_pieces, self.attention.plan(layout), pieces.layout)
+        self.graphs.run(("read", key), function, requests, fixed, features.index_select(0, of_rows))
+        return True
+
+    def _read_pieces(
+        self, plan: AttentionPlan, layout: Layout, requests: PagedRequests, numbers: Tensor, features: Tensor
+    ) -> None:
+        """numbers: the first four of `PromptPieces`, each of all rows."""
+        tokens, positions, slots, row_slots = numbers.view(4, -1)
+        bound = plan.bind(pieces_batch(requests, slots, row_slots, layout))
+        self.head.extend(tokens, features, positions, bound)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
         """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally.

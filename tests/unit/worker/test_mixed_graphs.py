@@ -106,6 +106,7 @@ def test_texts_are_those_of_plain_decoding_eager_and_captured(
     engine = serving(target, head, **TREES[shape])
     seen.clear()
     keys = engine.worker.verifier.graphs.keys
+    assert [key[0] for key in keys].count("read") == len(CAPTURED_PIECES), "the head's reading of prompts"
     assert serve(engine) == expected
     assert len(seen) > 5 and all(pieces is None for _, pieces in seen)
     assert engine.worker.verifier.graphs.keys == keys, "no graph is captured while requests run"
