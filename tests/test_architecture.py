@@ -96,7 +96,6 @@ READ_SIZES = {  # functions that read sizes from the device, and why that costs 
         "compacted": "only where trees are ragged, which no GPU backend takes",
         "_as_chains": "called by `compacted`",
     },
-    "ops.tree.paged": {"paged_attention": "the torch twin, which no GPU runs"},
     "attention.spec_info": {"draft_decode_arguments": "only without a buffer, which serving always gives"},
 }
 SECOND_FILES = {  # of the head of this name in the table, beside those that the table leads to

@@ -28,10 +28,9 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 pytestmark = pytest.mark.deep  # test_every_drafter has this backend in the gate
 
 LAUNCHED = {  # by every cycle
-    *("build_kv_indices", "draw_tokens", "pack_tree_mask", "plan_prefill", "score_children", "select_nodes"),
-    *("topk_logprobs", "truncate_rows", "walk_tree", "window_slots"),
+    *("build_kv_indices", "draft_slots", "draw_tokens", "extend_rows", "newest_rows", "next_lengths", "plan_prefill"),
+    *("score_children", "select_nodes", "topk_logprobs", "truncate_rows", "walk_tree", "window_slots"),
 }
-LAUNCHED_FOR_TREES = {"keep_accepted", "tree_block_attention"}  # a chain needs no compaction and no tree mask
 
 
 @eagle_is_deep
@@ -63,7 +62,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
     engine = speculative(pair.target, pair.head, **as_on_a_gpu(sizes), chunked_prefill_size=32)
     outcome = run(engine, REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]})
     assert tokens_of(outcome) == texts
-    captured = engine.worker.verifier.graphs.keys
+    captured = [key for key in engine.worker.verifier.graphs.keys if key[0] != "read"]  # of prompts, at any size
     assert len(captured) == 4 * len(sizes), "extend with two widths, propose and verify for each size"
 
 
@@ -119,20 +118,26 @@ def test_sliding_windows_count_positions_along_the_path(family: str, modes: str)
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: its interpreter runs the kernels on a CPU")
 @pytest.mark.parametrize(
-    ("pair", "topk", "sizes"),
+    ("pair", "topk", "sizes", "modes"),
     [  # launched eagerly, and captured
-        ("EAGLE3", 1, ()),
-        pytest.param("EAGLE", 1, (2,), marks=pytest.mark.deep),
-        pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.deep),
+        ("EAGLE3", 1, (), "cascade and mask"),
+        pytest.param("EAGLE", 1, (2,), "cascade and mask", marks=pytest.mark.deep),
+        pytest.param("EAGLE3", 4, (2,), "cascade and mask", marks=pytest.mark.deep),
+        pytest.param("EAGLE3", 4, (2,), "auto", marks=pytest.mark.deep),
     ],
     indirect=["pair"],
 )
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
-    pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int, sizes: tuple[int, ...]
+    pair: Pair,
+    texts: Mapping[str, Sequence[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    topk: int,
+    sizes: tuple[int, ...],
+    modes: str,
 ) -> None:
     """Every operation of the cycle runs its Triton kernel, in the interpreter. Warm-up, without a result, does not."""
-    modes = {"verify_attention": "cascade", "draft_attention": "mask"}
-    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
+    asked = {} if modes == "auto" else {"verify_attention": "cascade", "draft_attention": "mask"}
+    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **asked)
     take("triton", monkeypatch)
     launched: set[str] = set()
     for name, operation in OPERATIONS.items():
@@ -147,7 +152,12 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
     outcome = tokens_of(run(engine, short))
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}
     by_head = {"normed_pairs", "store_accepted"}
-    assert launched - by_head == LAUNCHED | (LAUNCHED_FOR_TREES if topk > 1 else set())
+    of_trees = set() if topk == 1 else {"keep_accepted"}  # a chain needs no compaction
+    if modes == "auto":
+        of_trees.add("paged_attention")
+    else:
+        of_trees |= {"pack_tree_mask", *(["tree_block_attention"] if topk > 1 else [])}
+    assert launched - by_head == LAUNCHED | of_trees
 
 
 def replace_tokens(each: Request, count: int) -> Request:

@@ -146,7 +146,7 @@ class FlashInferAttention(FlashInferBackend):
             return False
         limits = self.scratch.limits
         captured = len(layout.q_lens) in limits.graph_batches and layout.q_len in limits.graph_rows
-        return asked == "paged" or (asked != "mask" and captured)
+        return asked == "paged" or (asked == "auto" and captured)
 
     def make(self, kind: WrapperKind) -> Wrapper:
         if kind.mode not in ("decode", "per_node"):

@@ -61,7 +61,7 @@ def paged_attention(
         sinks: float32 [H], one more score for every row of a head, whose value is zero; None: there is none.
         out: [bs * R, H, D].
     """
-    bs, longest = len(rows.kv_lens), int(rows.kv_lens.max())
+    bs, longest = len(rows.kv_lens), rows.req_to_token.shape[1]
     count, (heads, kv_heads) = len(q) // bs, (q.shape[1], k_pool.shape[1])
     shared, dtype = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
     window = _causal(bs, count, rows.sliding, q.device) if rows.mask is None else rows.mask
@@ -74,7 +74,7 @@ def paged_attention(
         depths = torch.arange(count, device=q.device).expand(bs, -1) if rows.row_depths is None else rows.row_depths
         before = before & (place[:, None] > depths[..., None] - rows.sliding)
     seen = before | (inside[:, None] & window.gather(2, wanted))  # [bs, R, longest]
-    table = rows.req_to_token[rows.req_pool_indices, :longest]
+    table = rows.req_to_token[rows.req_pool_indices]
     slots = torch.where(column < rows.kv_lens[:, None], table, table[:, :1]).view(-1)
     keys, values = (  # [bs, KV, longest, D]
         pool.index_select(0, slots).view(bs, longest, kv_heads, -1).to(dtype) for pool in (k_pool, v_pool)
