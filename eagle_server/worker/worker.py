@@ -26,7 +26,7 @@ from eagle_server.worker.graphs import GraphKey
 from eagle_server.worker.verifier import Verified, Verifier
 
 # So many eager mixed forwards of one kind cost about as much as its capture: on an H100 a prompt beside eight requests
-# of an 8B model took up to 17 ms, and a capture takes 100.
+# of an 8B model took up to 17 ms; a capture takes 100 by estimate.
 _MISSES = 4
 
 
