@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +64,10 @@ def new_block(target: TargetModel, recipe: BlockRecipe, mask_token_id: int) -> N
     if recipe.block_size < (1 if recipe.next_token else 2):
         raise ValueError(f"a block of {recipe.block_size} rows drafts nothing")
     boundaries = recipe.boundaries or default_boundaries(target.config.num_layers)
-    kinds: dict[EdgeName, Literal["selector", "vanilla"]] = {"selector": "selector", "markov": "vanilla"}
+    edges: dict[EdgeName, EdgeConfig] = {
+        "selector": EdgeConfig("selector", recipe.rank, candidates=CANDIDATES),
+        "markov": EdgeConfig("vanilla", recipe.rank),
+    }
     published = _published(target, recipe, boundaries, mask_token_id)
     config = BlockConfig(
         layers=read_target_config({**published, "architectures": []}),
@@ -76,7 +79,7 @@ def new_block(target: TargetModel, recipe: BlockRecipe, mask_token_id: int) -> N
         causal=(recipe.causal,) * recipe.layers,
         next_token=recipe.next_token,
         embed_scale=target.config.embed_scale,
-        edges=None if recipe.edges == "none" else EdgeConfig(kinds[recipe.edges], recipe.rank),
+        edges=edges.get(recipe.edges),
         convolution=_CONVOLUTION if recipe.edges == "selector" else None,
         confidence_rank=(recipe.rank if recipe.edges == "markov" else 0) if recipe.confidence else None,
     )

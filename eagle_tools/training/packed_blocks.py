@@ -20,7 +20,6 @@ from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
-from eagle_server.models.drafts.block_edges import CANDIDATES
 from eagle_tools.training.losses import draft_loss, overlap, weighted_mean
 from eagle_tools.training.recipes import LossName, Weighting
 from eagle_tools.training.ttt import Lesson
@@ -86,7 +85,7 @@ class BlockScores:
     base: Tensor  # float32 [rows, K, V]
     logits: Tensor  # float32 [rows, K, V]
     sureness: Tensor | None  # float32 [rows, K], the confidence head's logits
-    chosen: Tensor | None  # float32 [rows, K, 16], a selector's scores of the best tokens, one of which is `following`
+    chosen: Tensor | None  # float32 [rows, K, C], a selector's scores of the best tokens, one of which is `following`
     chosen_place: Tensor | None  # int64 [rows, K], the place of `following` there
     probs: Tensor  # float32 [rows, K, V], 0 for the mask token
     following: Tensor  # int64 [rows, K]
@@ -117,7 +116,7 @@ def block_scores(head: BlockHead, lesson: Lesson, anchors: Tensor) -> BlockScore
             raise ValueError("recurrent Markov heads cannot be trained yet")
         below, before = y.flatten(0, 1), parents.flatten()[:, None]
         if head.edges.kind == "selector":
-            kept = base.detach().topk(min(CANDIDATES, base.shape[1]), dim=1).indices
+            kept = base.detach().topk(min(head.edges.candidates, base.shape[1]), dim=1).indices
             logits = base.scatter_add(1, kept, head.edges(below, before, kept[:, None], None)[0][:, 0])
             kept, place = _with(kept, following.flatten())
             chosen = base.gather(1, kept) + head.edges(below, before, kept[:, None], None)[0][:, 0]
@@ -139,7 +138,7 @@ def block_scores(head: BlockHead, lesson: Lesson, anchors: Tensor) -> BlockScore
 
 
 def block_loss(scores: BlockScores, loss: LossName, weighting: Weighting, gamma: float) -> Tensor:
-    """`loss` of the scores, plus a selector's choice among 16 and the confidence against 1 - TV(p, q); a scalar."""
+    """`loss` of the scores, plus a selector's choice and the confidence against 1 - TV(p, q); a scalar."""
     weights = row_weights(scores, weighting, gamma)
     total = draft_loss(loss, scores.probs, scores.base if scores.chosen is not None else scores.logits, weights)
     if scores.chosen is not None and scores.chosen_place is not None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
 
-CANDIDATES = 16  # of a row, among which a selector chooses: its selector_top_k, which holds the right token in 99.5 %
+CANDIDATES = 16  # of a row, among which a selector chooses, unless stated: they hold the right token in 99.5 %
 EdgeKind = Literal["selector", "vanilla", "gated", "rnn", "gru"]
 
 
@@ -38,13 +38,15 @@ EdgeKind = Literal["selector", "vanilla", "gated", "rnn", "gru"]
 class EdgeConfig:
     """Which edges, and their rank r.
 
-    state_size: of the GRU. after_root: whether the root's edges are not zero.
+    state_size: of the GRU. after_root: whether the root's edges are not zero. candidates: how many of a row's best
+    tokens get edges; 0: all.
     """
 
     kind: EdgeKind
     rank: int
     state_size: int = 0
     after_root: bool = True
+    candidates: int = 0
 
 
 class Edges(nn.Module):
@@ -53,6 +55,7 @@ class Edges(nn.Module):
     def __init__(self, config: EdgeConfig, hidden: int, vocab: int, drafts: int, target: TargetWeights) -> None:
         super().__init__()
         self.kind, self.rank, self.after_root, self._target = config.kind, config.rank, config.after_root, target
+        self.candidates = config.candidates
         self.gru = GRUCell(hidden, config.state_size) if config.kind == "gru" else None
         self.before = None if self.gru is not None else nn.Parameter(torch.empty(vocab, config.rank))
         self.after = nn.Parameter(torch.empty(drafts, config.rank))

@@ -17,7 +17,6 @@ from eagle_server.attention.batches import (
 )
 from eagle_server.attention.interface import AttentionPlan, BoundAttention, Layout, PagedRequests, TreeMask
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
-from eagle_server.models.drafts.block_edges import CANDIDATES
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
@@ -59,8 +58,7 @@ class BlockDrafter(RowDrafter):
 
     def __init__(self, head: BlockHead, setup: DrafterSetup) -> None:
         rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, *_ in setup.tree.shapes(1)}
-        edge, edges = None if head.edges is None else head.edge, head.block.edges
-        candidates = CANDIDATES if edges is not None and edges.kind == "selector" else 0
+        edge, candidates = (None, 0) if head.edges is None else (head.edge, head.edges.candidates)
         super().__init__(head, setup, rows, edge, candidates)
 
     def prefill(self, prompts: Prompts) -> None:

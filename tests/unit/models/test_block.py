@@ -129,7 +129,7 @@ def loaded(directory: Path, form: Format) -> tuple[BlockHead, BlockSpec]:
 @pytest.mark.parametrize(
     "kind, confidence",
     [
-        *(("selector", 0), ("vanilla", 0), ("gated", 32), ("rnn", 0), ("rnn", 32 + 6)),
+        *(("selector", 0), ("selector of 3", 0), ("vanilla", 0), ("gated", 32), ("rnn", 0), ("rnn", 32 + 6)),
         *(("gru", 0), ("gru after the root", 0)),
     ],
 )
@@ -138,8 +138,10 @@ def test_chains_take_the_best_token_given_its_parent(
     tmp_path: Path, kind: str, confidence: int, *, reduced: bool
 ) -> None:
     """confidence: the numbers that its head reads; 0: there is none."""
-    prefix = 0 if kind == "gru after the root" else 1
+    prefix, candidates = 0 if kind == "gru after the root" else 1, 3 if kind == "selector of 3" else 16
     more = {"pure_draft_prefix_len": prefix} if kind.startswith("gru") else {}
+    if kind == "selector of 3":
+        more = {"selector_top_k": candidates}
 
     def edit(tensors: dict[str, Tensor]) -> None:
         if reduced:
@@ -161,7 +163,7 @@ def test_chains_take_the_best_token_given_its_parent(
             path = [root]
             for row, level in enumerate(levels):
                 base = scores[number, row].float()
-                kept = base.topk(16 if kind == "selector" else len(base)).indices
+                kept = base.topk(candidates if kind.startswith("selector") else len(base)).indices
                 conditioned = base.index_add(0, kept, spec.edges(y[number], path)[kept])
                 best = int(kept[conditioned[kept].argmax()])
                 path.append(int(head.target_ids(torch.tensor(best))))

@@ -14,7 +14,14 @@ from eagle_server.models.checkpoints.drafts.aux_layers import block_boundaries
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
-from tests.support.blocks import block_tensors, confidence_tensors, edge_tensors, qwen3, write_block
+from tests.support.blocks import (
+    block_tensors,
+    confidence_tensors,
+    convolution_tensors,
+    edge_tensors,
+    qwen3,
+    write_block,
+)
 from tests.support.engines import CONTEXT
 from tests.unit.models.test_block import (
     BLOCK,
@@ -91,6 +98,42 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         lambda t, c: c["dflash_config"].update(shift_label=True, sample_from_anchor=False),
         "shift_label: True, but sample_from_anchor: False",
     ),
+    "a Markov head's rank alone": (
+        lambda t, c: c.update(markov_rank=256),
+        "markov_rank: 256 is stated, but markov_head.markov_w1.weight is missing",
+    ),
+    "a Markov head of another rank": (
+        lambda t, c: (t.update(edge_tensors("vanilla", 32, V, V)), c.update(markov_rank=0)),
+        "markov_rank: 0 is stated, but the tensors say 6",
+    ),
+    "a selector's rank alone": (
+        lambda t, c: c["dflash_config"].update(selector_rank=256),
+        "selector_rank: 256 is stated, but candidate_selector.predecessor_codebook is missing",
+    ),
+    "a selector of another rank": (
+        lambda t, c: (t.update(edge_tensors("selector", 32, V, V)), c["dflash_config"].update(selector_rank=8)),
+        "selector_rank: 8 is stated, but the tensors say 6",
+    ),
+    "candidates": (
+        lambda t, c: (t.update(edge_tensors("selector", 32, V, V)), c["dflash_config"].update(selector_top_k=0)),
+        "selector_top_k must be a positive integer",
+    ),
+    "a confidence head that is missing": (
+        lambda t, c: c.update(enable_confidence_head=True),
+        "enable_confidence_head: True is stated, but confidence_head.proj.weight is missing",
+    ),
+    "a confidence head that is denied": (
+        lambda t, c: (t.update(confidence_tensors(32)), c.update(enable_confidence_head=False)),
+        "enable_confidence_head: False is stated, but the tensors say True",
+    ),
+    "convolutions that are missing": (
+        lambda t, c: c["dflash_config"].update(conv_kernel_size=2),
+        "conv_kernel_size: 2 is stated, but layers.0.attention_conv.base_kernel is missing",
+    ),
+    "convolutions of another group": (
+        lambda t, c: (t.update(convolution_tensors(32, 2)), c["dflash_config"].update(conv_group_size=8)),
+        "conv_group_size: 8 is stated, but the tensors say 16",
+    ),
     "UNO": (lambda t, c: t.update({"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(1)}), "recognized as UNO"),
 }
 
@@ -136,10 +179,16 @@ def test_target_layer_ids_are_outputs_and_others_boundaries(tmp_path: Path) -> N
         assert block_boundaries(config, 2, 8, "config.json") == boundaries
 
 
+def test_zero_sizes_say_that_there_are_no_edges(tmp_path: Path) -> None:
+    absent = {"markov_rank": 0, "selector_rank": 0, "conv_kernel_size": 0, "enable_confidence_head": False}
+    head, _ = loaded(tmp_path, Format(zlab({}, **BLOCK, **absent)))
+    assert head.edges is None
+
+
 def test_a_markov_head_of_another_type_is_refused(tmp_path: Path) -> None:
     tensors = block_tensors(target(), 2) | edge_tensors("gated", 32, V, V)
     write_block(tmp_path, tensors, qwen3(target(), **ZLAB, **BLOCK, markov_rank=6, markov_head_type="rnn"))
-    with pytest.raises(CheckpointError, match="markov_head_type: 'rnn' is stated, but the tensors are gated"):
+    with pytest.raises(CheckpointError, match="markov_head_type: 'rnn' is stated, but the tensors say 'gated'"):
         load_draft(tmp_path, target(), Loading(context=CONTEXT, progress=False))
 
 

@@ -182,7 +182,7 @@ def block_config(files: DraftFiles, target: ModelConfig, mask_token_id: int | No
         logits_softcap=keys.number("final_logit_softcapping", 0.0),
         vocab_map="d2t" in files.tensors,
         edges=edges,
-        convolution=convolution_of(files),
+        convolution=convolution_of(files, keys.get),
     )
     config = replace(config, confidence_rank=confidence_of(files, keys.get, config))
     _check_rows(config, keys.source)
