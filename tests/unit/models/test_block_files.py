@@ -134,6 +134,18 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         lambda t, c: (t.update(convolution_tensors(32, 2)), c["dflash_config"].update(conv_group_size=8)),
         "conv_group_size: 8 is stated, but the tensors say 16",
     ),
+    "XPress without tensors": (
+        lambda t, c: c.update(xpress_rank=64, xpress_topc=512),
+        "xpress_rank, xpress_topc: a variant that is not supported",
+    ),
+    "LiLiCorr without tensors": (lambda t, c: c.update(lilicorr_hidden_size=64), "lilicorr_hidden_size: a variant"),
+    "LiLiCorr in speculators' format": (
+        lambda t, c: (c.clear(), c.update(speculators({}, draft_vocab_size=None, lilicorr_enabled=True)(target()))),
+        "lilicorr_enabled: a variant",
+    ),
+    "a scale that nobody defines": (lambda t, c: c.update(logit_scale=0.5), "logit_scale: 0.5 is not supported"),
+    "interleaved RoPE": (lambda t, c: c.update(is_neox_style=False), "is_neox_style: False is not supported"),
+    "RoPE of a part of a head": (lambda t, c: c["dflash_config"].update(rope_dim=4), "rope_dim: 4 is not supported"),
     "UNO": (lambda t, c: t.update({"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(1)}), "recognized as UNO"),
 }
 
@@ -179,9 +191,10 @@ def test_target_layer_ids_are_outputs_and_others_boundaries(tmp_path: Path) -> N
         assert block_boundaries(config, 2, 8, "config.json") == boundaries
 
 
-def test_zero_sizes_say_that_there_are_no_edges(tmp_path: Path) -> None:
-    absent = {"markov_rank": 0, "selector_rank": 0, "conv_kernel_size": 0, "enable_confidence_head": False}
-    head, _ = loaded(tmp_path, Format(zlab({}, **BLOCK, **absent)))
+def test_variants_that_are_switched_off_are_none(tmp_path: Path) -> None:
+    sizes = {"markov_rank": 0, "selector_rank": 0, "conv_kernel_size": 0, "xpress_rank": 0, "xpress_topc": 512}
+    flags = {"enable_confidence_head": False, "lilicorr_enabled": False, "lilicorr_hidden_size": 64}
+    head, _ = loaded(tmp_path, Format(zlab({}, **BLOCK, **sizes, **flags)))
     assert head.edges is None
 
 

@@ -52,7 +52,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys with the only values that
     "attention_sink_bias": (False, None),
     "attention_value_scale": (1, None),
     "projector_type": ("dflash", "domino", None),
+    "logit_scale": (1, None),
+    "is_neox_style": (True, None),
+    "rope_dim": (None,),
 }
+_SWITCHES = {"lilicorr_": "lilicorr_enabled", "xpress_": "xpress_rank"}  # by prefix of a variant's keys; 0: it is off
 _SPECULATORS_BLOCK = 8  # the library's default block_size
 _CODEBOOK = re.compile(r"(candidate_selector\.\w+_codebook)\.weight")
 _THETA = 10000.0  # transformers' default
@@ -213,6 +217,10 @@ def _refuse_unknown(keys: _Keys) -> None:
     for key, neutral in _NEUTRAL.items():
         if keys.get(key) not in neutral:
             raise CheckpointError(f"{keys.source}: {key}: {keys.get(key)!r} is not supported yet")
+    for prefix, switch in _SWITCHES.items():
+        stated = sorted(key for key in keys.flat if key.startswith(prefix))
+        if stated and keys.get(switch) != 0:
+            raise CheckpointError(f"{keys.source}: {', '.join(stated)}: a variant that is not supported yet")
 
 
 def _layers(keys: _Keys, files: DraftFiles, target: ModelConfig) -> ModelConfig:
