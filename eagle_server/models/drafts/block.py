@@ -124,6 +124,9 @@ class BlockHead(DraftModel):
         self.register_buffer("t2d", used, persistent=mapped)
         self.mask_embedding: Tensor | None  # [H], in the place of the mask token's
         self.register_buffer("mask_embedding", None, persistent=False)
+        self.mask_ids: Tensor  # the draft id of the mask token, int64 [1]; [0] if it is not in a reduced vocabulary
+        masks = [] if mapped else [config.mask_token_id]
+        self.register_buffer("mask_ids", torch.tensor(masks, dtype=torch.int64), persistent=False)
         self._inverse: Tensor | None = None  # int64 [V], draft ids by target ids
         self._native: list[NativeDecoder] = []  # of each stretch; []: native kernels do not compute them
 
@@ -238,9 +241,7 @@ class BlockHead(DraftModel):
             logits = logits * self.block.logit_scale
         if self.block.logits_softcap:
             logits = self.block.logits_softcap * torch.tanh(logits / self.block.logits_softcap)
-        if self.d2t is None and self.block.mask_token_id < logits.shape[1]:
-            logits[:, self.block.mask_token_id] = float("-inf")
-        return logits
+        return logits.index_fill_(1, self.mask_ids, float("-inf"))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> target ids, int64. `d2t` holds offsets."""

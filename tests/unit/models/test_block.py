@@ -301,8 +301,13 @@ def test_an_lm_head_of_its_own_wins_over_the_targets(tmp_path: Path) -> None:
 
 
 def test_the_mask_token_is_never_drafted(tmp_path: Path) -> None:
-    head, _ = loaded(tmp_path, FORMATS["z-lab"])
+    head, _ = loaded(tmp_path / "all", FORMATS["z-lab"])
     assert head.logits(torch.randn(3, 32))[:, MASK].isneginf().all()
+    head, _ = loaded(tmp_path / "some", FORMATS["speculators"])  # odd tokens, so the mask's draft id is 23
+    assert head.target_ids(torch.tensor(23)) == MASK
+    assert head.logits(torch.randn(3, 32)).isneginf().nonzero().tolist() == [[row, 23] for row in range(3)]
+    head, _ = loaded(tmp_path / "none", Format(speculators({}, draft_vocab_size=24, mask_token_id=2), edit=_reduced))
+    assert head.logits(torch.randn(3, 32)).isfinite().all()
 
 
 def test_drafts_follow_the_parameters_of_the_request(tmp_path: Path) -> None:

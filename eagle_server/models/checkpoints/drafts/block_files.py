@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.aux_layers import block_boundaries
@@ -138,6 +139,8 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> BlockHead:
             f"those of a target of width {target.config.hidden_size}"
         )
     head = filled(BlockHead(config, how.positions, shared_weights(target, config)), files, how)
+    ids = head.target_ids(torch.arange(config.draft_vocab_size))
+    head.mask_ids = (ids == config.mask_token_id).nonzero()[:, 0]
     if mask is not None:
         if mask[1].shape != (hidden,):
             raise CheckpointError(f"{files.directory / MASK_FILE}: embedding: {hidden} numbers are expected")
