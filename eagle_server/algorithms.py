@@ -55,7 +55,6 @@ class Algorithm:
     stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
     prefixes: tuple[str, ...] = ()  # begin the names of its tensors in the target's own files
     is_model: bool = False  # a language model of its own, no head over the target's features
-    has_kv: bool = True
     demo: str = "eagle3"  # the directory of the demo's draft for it
 
     @property
@@ -89,7 +88,6 @@ _ROWS = (
         static_tree=_MEDUSA_CHOICES,
         stored="both",
         prefixes=("medusa_head.",),
-        has_kv=False,
         demo="medusa",
     ),
     Algorithm(
@@ -98,7 +96,6 @@ _ROWS = (
         files=f"{_FILES}.redrafter_files",
         drafter=f"{_DRAFTERS}.redrafter:RedrafterDrafter",
         silent_causes=_OTHER_TARGET,
-        has_kv=False,
         demo="redrafter",
     ),
     Algorithm(
@@ -118,7 +115,6 @@ _ROWS = (
         files=f"{_FILES}.gemma4_assistant_files",
         drafter=f"{_DRAFTERS}.frozen_kv:FrozenKVDrafter",
         silent_causes=f"another RoPE, or {_OTHER_TARGET}",
-        has_kv=False,
     ),
     Algorithm(
         "DFLASH",

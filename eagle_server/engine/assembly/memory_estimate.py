@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from eagle_server.algorithms import Algorithm
-from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.config import Config
 from eagle_server.engine.assembly.devices import (
     GPU_MEMORY,
@@ -24,6 +23,7 @@ from eagle_server.engine.assembly.devices import (
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.machine import usable_memory
+from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.drafts.load_draft import detect, draft_files
 from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.checkpoints.quantized import read_quantization, with_dequantized
@@ -77,7 +77,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     share = share_of(target, ranks)
     if target.recurrent is not None:
         parts["states"] = state_bytes(share, config.scheduler.max_running_requests, tree.nodes)
-    slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target, dtype)
+    slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target)
     memory = _memory(config, device)
     left = memory - sum(parts.values())
     if device.type == "cpu":
@@ -169,17 +169,14 @@ def _memory(config: Config, device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory * share)
 
 
-def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a draft's KV per slot: layers and heads from its config.json, else one layer and the target's heads."""
-    if config.draft_path is None:
+def _draft_bytes_per_slot(config: Config, target: ModelConfig) -> int:
+    """Bytes of a draft's KV per slot, of the layers that its loader reads."""
+    row = _draft_row(config)
+    if config.draft_path is None or row is None:
         return 0
-    raw, row = _config_of(Path(config.draft_path).expanduser()), _draft_row(config)
-    if row is not None and not row.has_kv:
-        return 0
-    layers, heads = raw.get("num_hidden_layers", 1), raw.get("num_key_value_heads", target.num_kv_heads)
-    if row is not None and row.stored == "in the target":
-        layers = max(1, int(raw.get("num_nextn_predict_layers") or 1))
-    return KVPool([KVShape(heads, target.head_dim)] * layers, 1, dtype, torch.device("meta")).bytes_per_slot
+    overrides = {**(config.speculative.draft_config_override or {}), "vocab_size": target.vocab_size}  # but for padding
+    layers = format_of(row).kv_config(draft_files(config.draft_path, config.target_path, overrides), target)
+    return 0 if layers is None else bytes_per_slot(layers)
 
 
 def _draft_row(config: Config) -> Algorithm | None:

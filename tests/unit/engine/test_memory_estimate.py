@@ -25,7 +25,10 @@ from eagle_server.models.checkpoints.load_target import DtypeName, load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
+from tests.support import deepseek
+from tests.support.blocks import block_tensors, qwen3
 from tests.support.hybrids import hybrid_config, hybrid_target
+from tests.unit.models import draft_checkpoints as dc
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -62,6 +65,50 @@ def test_kv_is_that_of_target_and_draft() -> None:
     assert models.draft is not None
     both = bytes_per_slot(models.target.config) + bytes_per_slot(models.draft.config)  # type: ignore[union-attr]
     assert memory_estimate(config)["kv_per_token"] == both
+
+
+SHAPE = {**dc.CONFIG, "num_hidden_layers": dc.LAYERS, "head_dim": 20, "architectures": ["LlamaForCausalLM"]}
+SECOND = dc.layer_tensors("layers.1.", norms=("input_layernorm",))
+EAGLE3 = {**dc.CONFIG, "draft_vocab_size": dc.VD}
+BLOCK = {"block_size": 4, "mask_token_id": 1, "aux_hidden_state_layer_ids": [1, 4], "sample_from_anchor": False}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "layers"),
+    [
+        (
+            block_tensors(dc.target(), 2, depth=3),
+            {"speculators_model_type": "dflash", "transformer_layer_config": qwen3(dc.target(), 3), **BLOCK},
+            3,
+        ),
+        (block_tensors(dc.target(), 2), qwen3(dc.target(), vocab_size=40, target_layer_ids=[0, 3], **BLOCK), 2),
+        (dc.eagle_tensors(bias=False), dc.CONFIG, 1),
+        (dc.eagle3_tensors() | SECOND, EAGLE3, 2),
+        (
+            dc.eagle3_tensors() | SECOND | {"mask_hidden": torch.ones(1, 1, 3 * dc.H)},
+            {"speculators_model_type": "peagle", "transformer_layer_config": EAGLE3, "mask_token_id": 1},
+            2,
+        ),
+    ],
+    ids=["speculators' block drafter", "another padded vocabulary", "EAGLE", "two layers", "P-EAGLE"],
+)
+def test_kv_of_a_draft_is_that_of_its_own_layers(
+    tmp_path: Path, tensors: dc.Tensors, config: dict[str, Any], layers: int
+) -> None:
+    """Its heads are narrower than the target's, and config.json may nest or misstate the number of layers."""
+    save_checkpoint(dc.target(**SHAPE), tmp_path / "target", SHAPE, torch.float32)
+    dc.write(tmp_path / "draft", tensors, config)
+    paths = ["--model-path", str(tmp_path / "target"), "--speculative-draft-model-path", str(tmp_path / "draft")]
+    estimate = memory_estimate(parse_args([*paths, "--dtype", "float32"], environ={}))
+    assert estimate["kv_per_token"] == 2 * 4 * dc.KV * (dc.LAYERS * 20 + layers * dc.D)
+
+
+def test_kv_of_an_mtp_layer_is_latent_where_the_targets_is(tmp_path: Path) -> None:
+    target, head = deepseek.random_pair()
+    path = str(deepseek.save(target, head, tmp_path))
+    estimate = memory_estimate(parse_args(["--model-path", path, "--speculative-algorithm", "NEXTN"], environ={}))
+    assert head.kv.mla is not None
+    assert estimate["kv_per_token"] == bytes_per_slot(target.config) + bytes_per_slot(head.kv)
 
 
 def test_ranks_share_weights_and_kv() -> None:

@@ -124,6 +124,11 @@ def recognizes(files: DraftFiles) -> bool:
     return {"fc.weight", "hidden_norm.weight"} <= set(files.tensors)
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """See `DraftFormat`."""
+    return _layers(_Keys.of(files), files, target)
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> BlockHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
     mask, files = _mask_embedding(files), _canonical(files)

@@ -13,6 +13,7 @@ from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, cano
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import HasWeightViews
 from eagle_server.models.checkpoints.weights import copy_weights
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftModel, HeadConfig, TargetWeights
 from eagle_server.models.layers import Linear
 from eagle_server.models.rope import at_context
@@ -27,6 +28,14 @@ class DraftFormat(Protocol):
 
     def recognizes(self, files: DraftFiles) -> bool:
         """Whether the files are of this format."""
+        ...
+
+    def kv_config(self, files: DraftFiles, target: ModelConfig) -> ModelConfig | None:
+        """The layers whose KV the model writes, as `DraftModel.kv`; None: it writes none.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
         ...
 
     def load(self, files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftModel:

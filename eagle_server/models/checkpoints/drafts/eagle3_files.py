@@ -41,6 +41,11 @@ def recognizes(files: DraftFiles) -> bool:
     return named or q_width == 2 * hidden > 0 or "d2t" in files.tensors or files.has_prefix("layers.0.hidden_norm.")
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """See `DraftFormat`."""
+    return layer_config(flatten(files), files, target)
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> Eagle3Head:
     """The head, with the target's embedding or lm_head where it has none of its own."""
     files = with_target_rows(files, target, has_map=True)

@@ -29,6 +29,11 @@ def recognizes(files: DraftFiles) -> bool:
     return width == 2 * hidden > 0 and not files.has_prefix("layers.0.input_layernorm.")
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """See `DraftFormat`."""
+    return layer_config(flatten(files), files, target)
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> EagleHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
     files = with_target_rows(files, target, has_map=False)

@@ -20,6 +20,10 @@ def recognizes(files: DraftFiles) -> bool:
     return files.config.get("model_type") == "gemma4_assistant" or "pre_projection.weight" in files.tensors
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> None:
+    """See `DraftFormat`: it reads the target's."""
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> Gemma4Assistant:
     """The assistant, which embeds with the target's embedding and attends to its KV.
 

@@ -33,6 +33,10 @@ def recognizes(files: DraftFiles) -> bool:
     return named or (bool(files.tensors) and all(_TENSOR.fullmatch(name) for name in files.tensors))
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> None:
+    """See `DraftFormat`: heads of one row each."""
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MedusaHeads:
     """All heads of the files."""
     config, tensors = medusa_files(files, target.config)

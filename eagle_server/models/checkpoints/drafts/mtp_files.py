@@ -56,6 +56,12 @@ def recognizes(files: DraftFiles) -> bool:
     return files.has_prefix("mtp.", "mtp_layers.") or files.has_part("eh_proj")
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """See `DraftFormat`."""
+    numbers, files = mtp_layers(by_deepseeks_names(files, target.num_layers), target.num_layers)
+    return mtp_config(files, target, numbers).layers
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
     """The MTP layers, with the target's embedding or lm_head where the files have no other."""
     stored, first = files.tensors, target.config.num_layers

@@ -32,6 +32,11 @@ def recognizes(files: DraftFiles) -> bool:
     return "mask_hidden" in files.tensors or (bool(named) and eagle3_files.recognizes(files))
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """See `DraftFormat`."""
+    return eagle3_files.kv_config(files, target)
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> PEagleHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
     files = with_target_rows(files, target, has_map=True)

@@ -19,6 +19,10 @@ def recognizes(files: DraftFiles) -> bool:
     )
 
 
+def kv_config(files: DraftFiles, target: ModelConfig) -> None:
+    """See `DraftFormat`: its state is a vector."""
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> RedrafterHead:
     """The head, which embeds with the target's embedding."""
     return filled(RedrafterHead(redrafter_config(files, target.config), shared_weights(target)), files, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
@@ -10,7 +11,7 @@ from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import token_ids
 from eagle_server.models.checkpoints.load_target import dtype_name, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
-from eagle_server.models.config import CheckpointError
+from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.interface import DraftedTarget
 
@@ -21,6 +22,11 @@ def recognizes(files: DraftFiles) -> bool:
     """Whether the tensors or the class name are those of a language model. Other families have other tensor names."""
     names = files.config.get("architectures") or ()
     return _has_llamas_names(files) or any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """See `DraftFormat`."""
+    return replace(read_model_config(files.directory), dtype=target.dtype)
 
 
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
