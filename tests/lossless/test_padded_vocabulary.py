@@ -1,4 +1,4 @@
-"""A draft model whose embedding has other rows of padding than the target's: the texts are those without drafts."""
+"""A draft whose vocabulary has other rows of padding than the target's: the texts are those without drafts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.library import use_native
 from eagle_tools.training.tiny import BOUNDARIES, tiny_pair
+from tests.support.blocks import BlockSpec, block_tensors, edge_tensors, qwen3, trained_block, write_block
 from tests.support.engines import plain, request, run, speculative, tokens_of
 
 ROWS = 64  # of the tokenizer
 MORE = ROWS + 21  # no multiple of what kernels take at once
+MASK = 63
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,64 @@ def heads(models: Path) -> Path:
         _head(pair.draft, models / f"eagle3 map {name}", rows, {"t2d": t2d})
         _head(pair.draft, models / f"eagle3 own {name}", rows, {**changed, "d2t": None, "t2d": None})
     return models
+
+
+@pytest.fixture(scope="module")
+def blocks(models: Path) -> Path:
+    """Block drafters for each target: with a Markov head, a selector, Domino's GRU, all of their own, and a map."""
+    target = load_target(models / "narrow", Loading(progress=False, pack=False), dtype="float32")
+    trunk, hidden = block_tensors(target, 2), target.config.hidden_size
+    trained_block(BlockSpec(trunk, (1, 2), True, (0, 0), (False, False), MASK), target, block_size=4)
+    flags = {"target_layer_ids": [0, 1], "mask_token_id": MASK, "sample_from_anchor": True, "block_size": 4}
+    domino = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
+    ids = torch.arange(1, ROWS, 2)
+    for name, rows in (("narrow", ROWS), ("wide", MORE)):
+        stored = load_file(models / name / "model.safetensors")
+        embed = stored["model.embed_tokens.weight"]
+        own = {"embed_tokens.weight": embed * 1.1, "lm_head.weight": stored.get("lm_head.weight", embed) * 0.9}
+        t2d = torch.zeros(rows, dtype=torch.bool).index_fill(0, ids, value=True)
+        reduced = {"lm_head.weight": own["lm_head.weight"][ids], "d2t": ids - torch.arange(len(ids)), "t2d": t2d}
+        config = qwen3(target, vocab_size=rows)
+        edges = {kind: edge_tensors(kind, hidden, rows, rows, std=0.2) for kind in ("vanilla", "selector", "gru")}
+        named = {
+            "markov": (edges["vanilla"], {**config, **flags}),
+            "domino": (edges["gru"], {**config, **flags, **domino}),
+            "own": (edges["vanilla"] | own, {**config, **flags}),
+            "map": (edge_tensors("vanilla", hidden, rows, len(ids), std=0.2) | reduced, {**config, **flags}),
+            "speculators": (
+                edges["selector"],
+                {
+                    "speculators_model_type": "dflash2",
+                    "transformer_layer_config": config,
+                    "draft_vocab_size": rows,
+                    **flags,
+                },
+            ),
+        }
+        for kind, (more, written) in named.items():
+            write_block(models / f"block {kind} {name}", trunk | more, written)
+    return models
+
+
+@pytest.mark.parametrize("kind", ["markov", "speculators", "domino", "own", "map"])
+@pytest.mark.parametrize(("target", "draft"), [("wide", "narrow"), ("narrow", "wide")])
+def test_texts_with_block_drafters_are_those_without(blocks: Path, kind: str, target: str, draft: str) -> None:
+    use_native("native")
+    served = load_target(blocks / target, Loading(context=256, lookahead=16, progress=False), dtype="float32")
+    how = Loading(context=256, lookahead=16, progress=False)
+    head = load_draft(blocks / f"block {kind} {draft}", served, how, target_path=blocks / target)
+    texts_without_drafts(served, head)
+    drafted = {("own", "narrow"): ROWS, ("map", "narrow"): 32, ("map", "wide"): 32}
+    assert head.draft_vocab_size == drafted.get((kind, draft), served.config.vocab_size)
+
+
+def test_a_mask_token_that_the_target_lacks_is_refused(blocks: Path, tmp_path: Path) -> None:
+    config = json.loads((blocks / "block markov wide" / "config.json").read_text())
+    shutil.copytree(blocks / "block markov wide", tmp_path / "head")
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "mask_token_id": ROWS + 3}))
+    served = load_target(blocks / "narrow", Loading(context=256, progress=False), dtype="float32")
+    with pytest.raises(CheckpointError, match=rf"mask_token_id: a token id in 0..{ROWS - 1}.* found {ROWS + 3}"):
+        load_draft(tmp_path / "head", served, Loading(context=256, progress=False), target_path=blocks / "narrow")
 
 
 def _head(source: Path, to: Path, rows: int, change: dict[str, torch.Tensor | None]) -> None:

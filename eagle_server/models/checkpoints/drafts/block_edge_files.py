@@ -12,6 +12,8 @@ from eagle_server.models.drafts.block import BlockConfig
 from eagle_server.models.drafts.block_edges import CANDIDATES, EdgeConfig, EdgeKind
 
 _CODEBOOK, _MARKOV = "candidate_selector.predecessor_codebook", "markov_head.markov_w1.weight"
+OF_TARGET_IDS = (_CODEBOOK, _MARKOV)  # tensors with a row per token
+OF_DRAFT_IDS = ("candidate_selector.successor_codebook", "markov_head.markov_w2.weight", "embed_proj.2.weight")
 
 Stated = Callable[[str], Any]  # what config.json has under a key; None: nothing
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from eagle_server.models.checkpoints.drafts.aux_layers import block_boundaries
 from eagle_server.models.checkpoints.drafts.block_edge_files import (
+    OF_DRAFT_IDS,
+    OF_TARGET_IDS,
     check_edges,
     confidence_of,
     convolution_of,
@@ -29,6 +31,7 @@ from eagle_server.models.checkpoints.drafts.draft_vocabulary import (
     draft_vocabulary,
     mask_token_id_of,
     with_map,
+    with_target_rows,
     without_copies,
 )
 from eagle_server.models.checkpoints.drafts.eagle_files import layer_config
@@ -132,6 +135,7 @@ def kv_config(files: DraftFiles, target: ModelConfig) -> ModelConfig:
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> BlockHead:
     """The head, with the target's embedding or lm_head where it has none of its own."""
     mask, files = _mask_embedding(files), _canonical(files)
+    files = with_target_rows(files, target, has_map=True, of_target_ids=OF_TARGET_IDS, of_draft_ids=OF_DRAFT_IDS)
     config = block_config(files, target.config, None if mask is None else mask[0])
     check_vocabulary(files, target, config.draft_vocab_size)
     files = with_map(without_copies(files, target), config.draft_vocab_size, target.config.vocab_size)

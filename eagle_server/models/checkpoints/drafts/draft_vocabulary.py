@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,13 +81,20 @@ def token_ids(files: DraftFiles, *, is_head: bool = False) -> int | None:
     return max(known[-1].values(), default=-1) + 1
 
 
-def with_target_rows(files: DraftFiles, target: DraftedTarget, *, has_map: bool) -> DraftFiles:
+def with_target_rows(
+    files: DraftFiles,
+    target: DraftedTarget,
+    *,
+    has_map: bool,
+    of_target_ids: Sequence[str] = (),
+    of_draft_ids: Sequence[str] = (),
+) -> DraftFiles:
     """`files` with the rows of the target's vocabulary, if theirs are more or fewer by padding alone.
 
     Models of one family often have embeddings of several sizes for one tokenizer. A head that was trained on one of
     them drafts for the others too. Rows that no token needs are cut. Missing ones are the target's where both are as
     wide, else zero. If only an lm_head of its own lacks some, they are never drafted. `has_map`: this format can have a
-    reduced vocabulary.
+    reduced vocabulary. The tensors `of_target_ids` and `of_draft_ids` have a row per id; missing ones are zero.
 
     Raises:
         CheckpointError: the draft has a tokenizer, which is not the target's.
@@ -97,7 +104,7 @@ def with_target_rows(files: DraftFiles, target: DraftedTarget, *, has_map: bool)
     used = token_ids(files, is_head=True) if isinstance(rows, int) and rows != vocab else None
     if used is None or not isinstance(rows, int) or used > min(rows, vocab):
         return files
-    changed = {"vocab_size": vocab}
+    changed, flat = {"vocab_size": vocab}, flatten(files)
     if "d2t" not in tensors and files.shape("lm_head.weight")[:1] == (rows,):
         head, theirs = tensors["lm_head.weight"], target.lm_head.dense_weight()[:rows]
         if head.shape == theirs.shape and is_copy(head.read(), theirs):
@@ -109,8 +116,11 @@ def with_target_rows(files: DraftFiles, target: DraftedTarget, *, has_map: bool)
             tensors["d2t"] = StoredTensor(head.file, "d2t", (rows,), lambda: torch.zeros(rows, dtype=torch.int64))
     if "embed_tokens.weight" in tensors:
         tensors["embed_tokens.weight"] = _with_rows(tensors["embed_tokens.weight"], vocab, target.embed)
-    if "t2d" in tensors:
-        tensors["t2d"] = _with_rows(tensors["t2d"], vocab)
+    if "d2t" not in tensors and flat.get("draft_vocab_size") == rows:
+        changed["draft_vocab_size"] = vocab
+    for name in ("t2d", *of_target_ids, *(() if "d2t" in tensors else of_draft_ids)):
+        if files.shape(name)[:1] == (rows,):
+            tensors[name] = _with_rows(tensors[name], vocab)
     sizes = files.directory, rows, vocab, used
     log.info("%s: made for %d rows of a vocabulary, the target has %d; the tokenizer needs %d of them", *sizes)
     return replace(files, tensors=tensors, overrides={**files.overrides, **changed})
