@@ -178,7 +178,7 @@ def dflash(directory: Path) -> Pair:
 def dflash_sliding(directory: Path) -> Pair:
     """A block drafter with a causal layer with a window, and a bidirectional layer without."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
-    config = {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 1]}, **kinds}
+    config = {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 1]}, "use_sliding_window": True, **kinds}
     return _block(directory, config, next_token=False, windows=(12, 0))
 
 

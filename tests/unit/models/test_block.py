@@ -91,7 +91,11 @@ def _dspark(tensors: dict[str, Tensor], kind: str = "rnn") -> None:
 
 
 DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 6, "gru_hidden_dim": 7}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "use_sliding_window": True,
+}
 FORMATS = {
     "z-lab": Format(zlab({}, **BLOCK)),
     "z-lab, block size inside": Format(zlab(BLOCK), biases=True),

@@ -166,6 +166,7 @@ WARNED = {
     "rope_theta": zlab({}, **BLOCK, rope_theta=None),
     "shift_label": zlab(DOMINO, **BLOCK),
     "is_causal": zlab({"causal": True}, **BLOCK),
+    "use_sliding_window: true": zlab({}, **BLOCK, **{**SLIDING, "use_sliding_window": None}),
 }
 
 
@@ -176,6 +177,17 @@ def test_a_default_on_which_libraries_disagree_is_named_with_the_flag(
     loaded(tmp_path, Format(WARNED[key], edit=domino if key == "shift_label" else lambda _: None))
     assert f"{key} is not stated" in caplog.text
     assert "--speculative-draft-config-override" in caplog.text
+
+
+@pytest.mark.parametrize("stated", [None, True, False])
+def test_an_override_takes_the_windows_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, *, stated: Any) -> None:
+    config = zlab({}, **BLOCK, **{**SLIDING, "use_sliding_window": stated})(target())
+    write_block(tmp_path, block_tensors(target(), 2), config)
+    how = Loading(context=CONTEXT, progress=False)
+    assert load_draft(tmp_path, target(), how).kv.windows == (8, 0)  # type: ignore[union-attr]
+    assert ("use_sliding_window: true is not stated" in caplog.text) == (stated is not True)
+    head = load_draft(tmp_path, target(), how, overrides={"use_sliding_window": False})
+    assert head.kv.windows == (0, 0)  # type: ignore[union-attr]
 
 
 def test_target_layer_ids_are_outputs_and_others_boundaries(tmp_path: Path) -> None:

@@ -240,9 +240,11 @@ def _layers(keys: _Keys, files: DraftFiles, target: ModelConfig) -> ModelConfig:
     if flat.get("rope_theta") is None and "rope_theta" not in rope:
         keys.assume("rope_theta", _THETA, "transformers takes 1e4, vLLM 1e6")
         flat["rope_theta"] = _THETA
-    kinds, window = flat.get("layer_types") or (), flat.get("sliding_window")
-    if "sliding_attention" in kinds and window and flat.get("use_sliding_window") is False:
-        keys.assume("use_sliding_window: true", window, "transformers drops the window without it")
+    kinds = flat.get("layer_types") or ()
+    if keys.overrides.get("use_sliding_window") is False:
+        flat["layer_types"] = ["full_attention"] * len(kinds)
+    elif "sliding_attention" in kinds and flat.get("sliding_window") and not keys.flag("use_sliding_window"):
+        keys.assume("use_sliding_window: true", True, "transformers drops the window without it")  # noqa: FBT003
     layers = layer_config(flat, files, target)
     if keys.flag("use_swa"):
         window = integer({"swa_window_size": keys.get("swa_window_size")}, "swa_window_size", keys.source)
