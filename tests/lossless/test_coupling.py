@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
+from eagle_server.models.drafts.block_edges import EdgeConfig
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import captured as captured_inputs
@@ -26,6 +27,7 @@ from tests.support.covering import deep_unless
 from tests.support.engines import (
     Finished,
     plain,
+    random_block,
     random_head,
     random_target,
     request,
@@ -80,7 +82,22 @@ def standalone(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
     return speculative(target, DraftLM(target), STEPS, 1, **settings)
 
 
-BUILDS: list[Callable[..., Engine]] = [eagle, static_eagle, medusa, redrafter, standalone]
+def block(target: TargetModel, logits: Tensor, edges: EdgeConfig | None = None, **settings: Any) -> Engine:
+    """Edges add nothing: their last weights are zero."""
+    head: Any = random_block(target, edges)
+    head.logits = lambda y: logits.expand(len(y), -1)
+    if edges is not None:
+        head.edges.after.zero_()
+    return speculative(target, head, STEPS, 1, **settings)
+
+
+def block_with_a_selector(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
+    return block(target, logits, EdgeConfig("selector", 6, candidates=16), **settings)
+
+
+BUILDS: list[Callable[..., Engine]] = [
+    *(eagle, static_eagle, medusa, redrafter, standalone, block, block_with_a_selector)
+]
 
 
 def requests(**settings: Any) -> list[Request]:
@@ -119,6 +136,18 @@ def test_a_draft_that_agrees_with_the_target_guesses_every_draw(
     assert tokens_of(uncoupled) == tokens_of(outcome)
     sampled = [uncoupled[str(i)].spec for i in (0, 1, 3)]
     assert all(spec is not None and spec.cycles > 8 for spec in sampled)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_drafts_have_the_penalties_of_the_draw(unigram: TargetModel, build: Callable[..., Engine]) -> None:
+    """Every first draft is accepted. Later ones may not be: drafts do not count those before them."""
+    logits = logits_of(unigram, [1, 2, 3])[-1]
+    asked = requests(frequency_penalty=1.5, repetition_penalty=1.4)
+    outcome = run(build(unigram, logits), asked)
+    assert tokens_of(outcome) == tokens_of(run(plain(unigram), asked))
+    assert all(len(set(finished.tokens)) > 10 for finished in outcome.values()), "the greedy one, too"
+    histograms = [finished.spec.histogram for finished in outcome.values() if finished.spec is not None]
+    assert [histogram[0] for histogram in histograms] == [0] * len(asked)
 
 
 def drafts_of(outcome: dict[str, Finished]) -> dict[str, Any]:

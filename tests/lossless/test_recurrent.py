@@ -30,6 +30,7 @@ from tests.support.engines import (
     admit_without_reserve,
     engine_config,
     plain,
+    random_block,
     random_head,
     random_target,
     randomized,
@@ -78,11 +79,16 @@ def ngrams(target: TargetModel, **given: Any) -> Engine:
     return assemble(target, None, engine_config(nodes=9, ngram_steps=5, **given), Surroundings(**stand_ins))
 
 
+def block(target: TargetModel, **given: Any) -> Engine:
+    return speculative(target, random_block(target), 4, 3, **given)
+
+
 DRAFTERS: dict[str, Drafted] = {
     "EAGLE chain": head("EAGLE", 4, 1),
     "EAGLE3": head("EAGLE3", 3, 4),
     "EAGLE3 chain": head("EAGLE3", 4, 1),
     "NEXTN": mtp,
+    "DFLASH": block,
     "STANDALONE": model,
     "NGRAM": ngrams,
 }

@@ -12,6 +12,9 @@ from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.block import BlockConfig, BlockHead
+from eagle_server.models.drafts.block_edges import EdgeConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
@@ -172,10 +175,7 @@ def random_head(
     target: TargetModel, kind: str, *, seed: int = 1, std: float = 0.25, draft_vocab: int | None = None
 ) -> DraftHead:
     """An untrained EAGLE, EAGLE3 or PEAGLE head for a target of at least three layers; `draft_vocab`: the first ids."""
-    config = target.config
-    plain = {"sinks": None, "mla": None, "moe": None, "recurrent": None, "attention_gate": False, "gemma4": None}
-    plain |= {"head_gate": False, "layer_heads": (), "swiglu_limits": ()}
-    layers = replace(config, num_layers=1, attentions=1, windows=(), kv_shapes=(), kv_places=(), **plain)
+    config, layers = target.config, _plain_layers(target, 1)
     borrowed = TargetWeights(target.embed, target.lm_head)
     if kind == "EAGLE":
         eagle: EagleHead = randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
@@ -196,6 +196,32 @@ def random_head(
     if draft_vocab is not None:
         eagle3.set_vocabulary(torch.arange(draft_vocab))
     return eagle3
+
+
+def random_block(target: TargetModel, edges: EdgeConfig | None = None) -> BlockHead:
+    """An untrained block drafter of 4 drafts, with a causal layer and one that is not."""
+    config = BlockConfig(
+        layers=_plain_layers(target, 2),
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=target.config.vocab_size,
+        aux_boundaries=(1, 2),
+        block_size=4,
+        mask_token_id=1,
+        causal=(True, False),
+        next_token=True,
+        edges=edges,
+    )
+    head: BlockHead = randomized(
+        BlockHead(config, CONTEXT + MARGIN, TargetWeights(target.embed, target.lm_head)), 1, 0.25
+    )
+    return head
+
+
+def _plain_layers(target: TargetModel, count: int) -> ModelConfig:
+    """Layers as wide as the target's, whatever its family."""
+    plain = {"sinks": None, "mla": None, "moe": None, "recurrent": None, "attention_gate": False, "gemma4": None}
+    plain |= {"head_gate": False, "layer_heads": (), "swiglu_limits": ()}
+    return replace(target.config, num_layers=count, attentions=1, windows=(), kv_shapes=(), kv_places=(), **plain)
 
 
 def randomized(model: Any, seed: int, std: float) -> Any:

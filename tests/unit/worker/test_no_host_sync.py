@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ import torch
 from msgspec.structs import replace as with_fields
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_server.models.drafts.block import BlockConfig, BlockHead
 from eagle_server.models.drafts.block_edges import EdgeConfig
-from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.host_reads import waits
@@ -26,7 +23,7 @@ from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.speculation.typical import Typical
 from eagle_server.worker.cycle import Cycle
 from eagle_tools.training.medusa import new_heads
-from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
+from tests.support.engines import random_block, random_head, random_target, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.redrafter import random_redrafter
 from tests.support.replay import FirstCallRecorder
@@ -90,19 +87,10 @@ def random_medusa(target: TargetModel) -> MedusaHeads:
     return heads.requires_grad_(requires_grad=False)
 
 
-def random_block(target: TargetModel) -> BlockHead:
-    """With Domino's edges, and layers of both kinds of causality."""
-    numbers = {"target_hidden_size": target.config.hidden_size, "draft_vocab_size": target.config.vocab_size}
-    sizes = {**numbers, "aux_boundaries": (1, 2), "block_size": 4, "mask_token_id": 1, "causal": (True, False)}
-    layers, edges = replace(target.config, num_layers=2, attentions=2), EdgeConfig("gru", 6, 7, after_root=False)
-    config = BlockConfig(layers, next_token=True, edges=edges, **sizes)
-    head = randomized(BlockHead(config, CONTEXT + MARGIN, TargetWeights(target.embed, target.lm_head)), 1, 0.25)
-    assert isinstance(head, BlockHead)
-    return head
-
-
 def head_of(target: TargetModel, kind: str) -> Any:
-    others = {"REDRAFTER": random_redrafter, "MEDUSA": random_medusa, "DFLASH": random_block}
+    if kind == "DFLASH":
+        return random_block(target, EdgeConfig("gru", 6, 7, after_root=False))
+    others = {"REDRAFTER": random_redrafter, "MEDUSA": random_medusa}
     return others[kind](target) if kind in others else random_head(target, kind)
 
 
