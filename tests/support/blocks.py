@@ -211,7 +211,7 @@ def block_rows(
     context = _norm(spec.linear("fc", features), tensors["hidden_norm.weight"])
     table = tensors.get("embed_tokens.weight", target.embed)
     masks = spec.extra.get("mask_embedding", table[spec.mask]).expand(blocks, rows - 1, -1)
-    x = torch.cat([table[roots][:, None], masks], dim=1).flatten(0, 1)
+    x = torch.cat([table[roots][:, None], masks], dim=1).flatten(0, 1) * spec.extra.get("embed_scale", 1.0)
     own = (starts[:, None] + torch.arange(rows)).flatten()
     block_of = torch.arange(blocks).repeat_interleave(rows)
     where = torch.cat([torch.arange(length), own])  # of each column
@@ -237,6 +237,16 @@ def block_rows(
         gate, up = spec.linear(f"{at}mlp.gate_proj", h.before), spec.linear(f"{at}mlp.up_proj", h.before)
         x = x + h.after(spec.linear(f"{at}mlp.down_proj", F.silu(gate) * up))
     return _norm(x, tensors["norm.weight"]).unflatten(0, (blocks, rows))
+
+
+def block_logits(spec: BlockSpec, target: TargetModel, y: Tensor) -> Tensor:
+    """The scores of the draft vocabulary, without edges."""
+    lm_head = spec.tensors.get("lm_head.weight", target.lm_head.dense_weight())
+    logits, cap = F.linear(y, lm_head) * spec.extra.get("multiplier", 1.0), spec.extra.get("softcap")
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    ids = torch.arange(len(lm_head)) + spec.tensors.get("d2t", torch.zeros(len(lm_head), dtype=torch.int64))
+    return logits.masked_fill(ids == spec.mask, float("-inf"))
 
 
 def trained_block(spec: BlockSpec, target: TargetModel, *, block_size: int, steps: int = 120, seed: int = 0) -> None:

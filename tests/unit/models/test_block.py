@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.linear.packed import why_not_computed
 from tests.support.blocks import (
     BlockSpec,
+    block_logits,
     block_rows,
     block_tensors,
     confidence_tensors,
@@ -54,6 +55,7 @@ class Format:
     causal: tuple[bool, ...] = (False, False)
     biases: bool = False
     edit: Callable[[dict[str, Tensor]], object] = lambda _: None
+    extra: Mapping[str, Any] = field(default_factory=dict)  # see `BlockSpec`
 
 
 def zlab(dflash: Mapping[str, Any], **more: Any) -> Callable[[TargetModel], dict[str, Any]]:
@@ -82,6 +84,10 @@ def _dflash2(tensors: dict[str, Tensor]) -> None:
     tensors |= edge_tensors("selector", 32, V, V) | convolution_tensors(32, 2)
 
 
+def _own_embedding(tensors: dict[str, Tensor]) -> None:
+    tensors["embed_tokens.weight"] = torch.randn(V, 32, generator=torch.Generator().manual_seed(6))
+
+
 def domino(tensors: dict[str, Tensor]) -> None:
     tensors |= edge_tensors("gru", 32, V, V)
 
@@ -90,6 +96,7 @@ def _dspark(tensors: dict[str, Tensor], kind: str = "rnn") -> None:
     tensors |= edge_tensors(kind, 32, V, V)
 
 
+_SELECTOR = {"selector_rank": 6, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
 DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 6, "gru_hidden_dim": 7}
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -118,6 +125,22 @@ FORMATS = {
         windows=(8, 0),
         causal=(True, False),
     ),
+    "speculators, windows that see later rows": Format(
+        speculators(SLIDING, sliding_window_non_causal=True, draft_vocab_size=None), windows=(8, 0)
+    ),
+    "speculators' DFlash 2": Format(
+        speculators({}, speculators_model_type="dflash2", draft_vocab_size=V, **_SELECTOR), edit=_dflash2
+    ),
+    "speculators' DSpark": Format(
+        speculators({}, speculators_model_type="dspark", sample_from_anchor=True, draft_vocab_size=V, markov_rank=6),
+        next_token=True,
+        edit=_dspark,
+    ),
+    "scales, a softcap and its own embedding": Format(
+        zlab({"input_embedding_scale": 3.0, "output_multiplier": 0.4, "final_logit_softcapping": 2.0}, **BLOCK),
+        edit=_own_embedding,
+        extra={"embed_scale": 3.0, "multiplier": 0.4, "softcap": 2.0},
+    ),
 }
 
 
@@ -127,7 +150,7 @@ def loaded(directory: Path, form: Format) -> tuple[BlockHead, BlockSpec]:
     write_block(directory, tensors, form.config(target()))
     head = load_draft(directory, target(), Loading(context=CONTEXT, lookahead=MARGIN, progress=False))
     assert isinstance(head, BlockHead)
-    return head, BlockSpec(tensors, (1, 4), form.next_token, form.windows, form.causal, MASK)
+    return head, BlockSpec(tensors, (1, 4), form.next_token, form.windows, form.causal, MASK, form.extra)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +263,7 @@ def check_rows(engine: Engine, head: BlockHead, spec: BlockSpec) -> list[int]:
             features = features_of(target(), text[:length], tuple(spec.boundaries))
             by_hand = block_rows(spec, target(), features, *torch.tensor([[root], [length]]), len(mine))[0]
             torch.testing.assert_close(mine, by_hand, rtol=0, atol=1e-4)
+            torch.testing.assert_close(head.logits(mine), block_logits(spec, target(), by_hand), rtol=0, atol=1e-4)
             seen.append(length)
         return y
 
@@ -248,16 +272,19 @@ def check_rows(engine: Engine, head: BlockHead, spec: BlockSpec) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_layout_equals_the_forward_by_hand(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("steps", [2, None])
+def test_every_layout_equals_the_forward_by_hand(tmp_path: Path, name: str, steps: int | None) -> None:
+    """steps: None: as many as the block has drafts."""
     head, spec = loaded(tmp_path, FORMATS[name])
     assert head.max_steps == (4 if spec.next_token else 3)
-    engine = speculative(target(), head, 2, 2, chunked_prefill_size=7, page_size=2)
+    engine = speculative(target(), head, steps or head.max_steps, 2, chunked_prefill_size=7, page_size=2)
     seen = check_rows(engine, head, spec)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, V - 1, (n,), generator=draw).tolist() for n in (3, 17, 12)]
     requests = [request(i, prompt, max_tokens=9, temperature=0.5 * i) for i, prompt in enumerate(prompts)]
     run(engine, requests)
-    run(engine, [request("again", prompts[1] + [5, 6], max_tokens=6)])  # a prefix hit
+    outcome = run(engine, [request("again", prompts[1] + [5, 6], max_tokens=6)])
+    assert outcome["again"].cached_tokens > 0
     assert len(set(seen)) > 10
 
 
@@ -294,6 +321,19 @@ def per_forward(directory: Path, *, next_token: bool, **options: Any) -> float:
     assert outcome["0"].tokens == [(5 + i) % 11 for i in range(41)]
     histogram = outcome["0"].spec.histogram  # type: ignore[union-attr]
     return sum(n * (accepted + 1) for accepted, n in enumerate(histogram)) / sum(histogram)
+
+
+@pytest.mark.parametrize("width", [32, 32 + 6])
+def test_confidence_reads_the_row_and_its_parents_code(tmp_path: Path, width: int) -> None:
+    tensors = edge_tensors("vanilla", 32, V, V) | confidence_tensors(width)
+    head, _ = loaded(tmp_path, Format(zlab({}, **BLOCK), edit=lambda t: t.update(tensors)))
+    y, parents = torch.randn(3, 32), torch.tensor([[1, 2], [MASK, 0], [7, 7]])
+    weight, bias = (tensors[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+    for row, below in enumerate(parents.tolist()):
+        for column, parent in enumerate(below):
+            read = torch.cat([y[row], tensors["markov_head.markov_w1.weight"][parent]])[:width]
+            found = head.confidence_logits(y, parents)[row, column]
+            torch.testing.assert_close(found, weight[0] @ read + bias[0])
 
 
 def test_an_lm_head_of_its_own_wins_over_the_targets(tmp_path: Path) -> None:

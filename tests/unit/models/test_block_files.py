@@ -190,6 +190,17 @@ def test_an_override_takes_the_windows_out(tmp_path: Path, caplog: pytest.LogCap
     assert head.kv.windows == (0, 0)  # type: ignore[union-attr]
 
 
+def test_the_log_says_how_a_head_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = zlab({"sample_from_anchor": True}, **BLOCK, **SLIDING)(target())
+    tensors = block_tensors(target(), 2) | edge_tensors("vanilla", 32, V, V) | confidence_tensors(32)
+    load_draft(write_block(tmp_path, tensors, config), target(), Loading(context=CONTEXT, progress=False))
+    assert (
+        "a block drafter: next-token layout, 4 drafts of 4 rows, bidirectional and causal, vanilla edges, confidence "
+        "(not used), window [8], mask token 47, streams after layers (1, 4)" in caplog.text
+    )
+
+
 def test_target_layer_ids_are_outputs_and_others_boundaries(tmp_path: Path) -> None:
     ids = [
         ({"dflash_config": {"target_layer_ids": [-1, 2]}}, (0, 3)),
