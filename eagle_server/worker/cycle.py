@@ -66,7 +66,6 @@ class Cycle:
     # Drafting.
     draft_batch: DecodeBatch | None = None  # None: no request drafts
     extended: int = 0  # rows of draft-extend, with backlogs
-    fed: int = 0  # nodes that each draft step feeds
     estimated: Tree | None = None  # their trees as proposed, with corrected scores; None: there are none
     tree: Tree = field(init=False)  # of all decodes; later as they are verified
 

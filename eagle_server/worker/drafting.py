@@ -91,7 +91,6 @@ class TreeDrafting:
             tree = self._take_proposed(drafting, cycle) if is_ahead else None
             if tree is None:
                 tree = self.drafter.propose(state, drafting)
-        cycle.fed = drafting.size * (cycle.budget.topk or self.drafter.widest)
         with clock.stage("build_tree"):
             if self.estimates is not None and tree.scores is not None:
                 assert drafting.ranking.temperature_bin is not None
@@ -232,7 +231,8 @@ class TreeDrafting:
 
     def _outcome(self, cycle: Cycle, decodes: Sequence[SequenceOutput], seconds: float) -> Outcome:
         """The cycle for the budget. `seconds`: since the last one ended."""
-        plan, has_drafted, is_lesson = cycle.plan, cycle.draft_batch is not None, cycle.budget.is_lesson
+        plan, drafted, is_lesson = cycle.plan, cycle.draft_batch, cycle.budget.is_lesson
+        forwards, rows = (0, 0) if drafted is None else self.drafter.forwards(cycle.budget.shape)
         stages, measured = cycle.clock.seconds(), cycle.clock.is_measured
         # Without its stages' times: until it began.
         waited = seconds - sum(stages.values()) if measured else cycle.began - (self._ended - seconds)
@@ -240,7 +240,7 @@ class TreeDrafting:
         make, trees = (LessonOutcome, _lesson_trees(cycle)) if has_trees else (Outcome, {})
         return make(
             plan.decodes,
-            cycle.budget.drafting if has_drafted else (),
+            () if drafted is None else cycle.budget.drafting,
             sum(map(Decode.kept, plan.decodes, (output.tokens for output in decodes))),
             seconds,
             waited,
@@ -249,8 +249,8 @@ class TreeDrafting:
             rows=cycle.rows,
             joined=cycle.joined,
             extended=cycle.extended,
-            forwards=self.drafter.forwards(cycle.steps) if has_drafted else 0,
-            fed=cycle.fed,
+            forwards=forwards,
+            fed=0 if drafted is None else rows * drafted.size,
             has_prompts=bool(plan.chunks),
             is_lesson=is_lesson,
             **trees,

@@ -150,11 +150,11 @@ class _Measured:
         width = batches.accepted_tokens.extend_width(1) if batches.sizes else 1  # here each has accepted one token
         self.extend.setdefault(size * width, times.extend)
         if times.step is not None:
-            self.step[size * (shape.topk or self._worker.drafter.widest)] = times.step
+            self.step[size * self._worker.drafter.forwards(shape)[1]] = times.step
 
     def tree(self, size: int, shape: TreeShape, length: int = 2, rows: Sequence[int] = ()) -> StageTimes:
         """The stages of cycles in which all requests draft. `rows`: see `plain`."""
-        return StageTimes.of(self._run(size, length, shape, rows), self._worker.drafter.forwards(shape.steps))
+        return StageTimes.of(self._run(size, length, shape, rows), self._worker.drafter.forwards(shape)[0])
 
     def _run(self, size: int, length: int, shape: TreeShape, rows: Sequence[int] = ()) -> dict[str, float]:
         rows = rows or (self._row,) * size

@@ -209,7 +209,11 @@ def chosen(world: World, requests: int, before: int = 0) -> tuple[float, float]:
     estimates = AcceptanceEstimates(torch.device("cpu"))
     most, largest = len(world.decodes), (TREE.steps, TREE.nodes)
     costs = world.machine.costs()
-    budget = AdaptiveBudget(most, largest, costs, estimates, lambda steps: steps - 1, TREE.topk, shapes)
+
+    def forwards(shape: TreeShape) -> tuple[int, int]:
+        return shape.steps - 1, shape.topk or TREE.topk
+
+    budget = AdaptiveBudget(most, largest, costs, estimates, forwards, TREE.topk, shapes)
     choices, tokens, seconds = list[float](), 0.0, 0.0
     for cycle in range(-SETTLING, CYCLES):
         decodes = world.decodes[: before if before and cycle < 0 else requests]

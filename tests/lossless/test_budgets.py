@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from eagle_server.engine.engine import Engine
+from eagle_server.plan import TreeShape
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import Pair
@@ -73,12 +74,16 @@ def test_texts_do_not_depend_on_random_budgets_with_captured_graphs(drafting: Dr
     check(drafting.pair.target, run(engine, REQUESTS), drafting.texts, [engine])
 
 
-@pytest.mark.parametrize("drafting", [name for name in DRAFTING if name in ("EAGLE3", "NGRAM")], indirect=True)
+@pytest.mark.parametrize(
+    "drafting", [name for name in DRAFTING if name in ("EAGLE3", "NGRAM", "DFLASH")], indirect=True
+)
 def test_an_adaptive_engine_gives_the_plain_text(drafting: Drafting) -> None:
     engine = drafting.engine(adaptive=True)
     outcome = run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})
     for name, finished in outcome.items():
         assert finished.tokens == drafting.texts[name]
+    budget: Any = engine.worker.drafting.budget
+    assert budget.costs.step.is_known == (engine.worker.drafter.forwards(TreeShape(2, 3))[0] > 0)
 
 
 @pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch, Prompts
 from eagle_server.worker.cycle import Cycle
@@ -48,8 +49,8 @@ class ThinningDrafter:
         self.sizes.append((int(counts.max()), int(before.max())))
         return thin
 
-    def forwards(self, steps: int) -> int:
-        return self.drafter.forwards(steps)
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return self.drafter.forwards(shape)
 
     def _random(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self._generator)

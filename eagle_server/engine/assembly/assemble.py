@@ -172,7 +172,8 @@ def _measure(worker: Worker, costs: CostModel, config: EngineConfig, shapes: Sha
     began, tree = time.perf_counter(), config.tree
     longest = min(config.context_length, config.max_total_tokens, _LONG_TEXT)
     largest = TreeShape(tree.model_steps, tree.nodes)
-    narrow = (largest._replace(topk=1),) if worker.drafter.widest > 1 else ()
+    fed, others = worker.drafter.forwards(largest)[1], (largest._replace(topk=1), largest._replace(steps=1))
+    narrow = [shape for shape in others if worker.drafter.forwards(shape)[1] < fed]
     trees = {size: list(dict.fromkeys((each[0], each[-2]))) for size, each in shapes.items()} or {1: [largest, *narrow]}
     measure_costs(worker, costs, trees, config.max_running_requests, longest)
     logger.info(

@@ -204,11 +204,10 @@ class _Speed:
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
-    `forwards(steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend,
-    and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`, if all
-    trees of a cycle must have one shape, as with CUDA graphs: those that so many requests may have, the largest first,
-    by the sizes of batches. Then all requests draft, or none. Empty: any shapes. `first_drafts`: while they are not
-    judged, greedy requests draft in lessons, whatever is expected. The policy is that of `costs`.
+    `forwards` and `widest` are the drafter's, see there. `largest`: steps and nodes of the flags' tree. `shapes`, if
+    all trees of a cycle must have one shape, as with CUDA graphs: those that so many requests may have, the largest
+    first, by the sizes of batches. Then all requests draft, or none. Empty: any shapes. `first_drafts`: while they are
+    not judged, greedy requests draft in lessons, whatever is expected. The policy is that of `costs`.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class AdaptiveBudget:
         largest: tuple[int, int],
         costs: CostModel,
         estimates: AcceptanceEstimates,
-        forwards: Callable[[int], int],
+        forwards: Callable[[TreeShape], tuple[int, int]],
         widest: int = 1,
         shapes: Mapping[int, Sequence[TreeShape]] = MappingProxyType({}),
         first_drafts: FirstDrafts | None = None,
@@ -233,9 +232,8 @@ class AdaptiveBudget:
         ]
         self.prospects = Prospects(requests, options, np.array([-math.inf]) if shapes else _LEAST_LOGP, policy)
         # Of the options, each [options, 1].
-        self._steps, self._sizes, topk = np.array(options, dtype=float).T[:, :, None]
-        self._fed = np.where(topk > 0, topk, widest)
-        self._forwards = np.array([[float(forwards(shape.steps))] for shape in options])
+        self._steps, self._sizes, _ = np.array(options, dtype=float).T[:, :, None]
+        self._forwards, self._fed = np.array([forwards(shape) for shape in options], dtype=float).T[:, :, None]
         self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load

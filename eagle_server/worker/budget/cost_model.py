@@ -137,7 +137,7 @@ class CostModel:
     """The stages of a cycle.
 
     verify: all but drafting, by rows verified. extend: all that a cycle with drafts does once more, by rows of
-    draft-extend. step: one more draft step, by the nodes that it feeds.
+    draft-extend. step: one more draft step, by the rows that it feeds: nodes, or a block drafter's whole blocks.
     """
 
     policy: BudgetPolicy = POLICY
@@ -167,7 +167,7 @@ class CostModel:
     ) -> Floats:
         """Seconds of cycles that verify `rows` over `kv` tokens, see `kv_cost`. Arrays of any shapes that go together.
 
-        `drafting` requests draft trees of `steps` levels, in `forwards` draft steps that feed `fed` nodes of each.
+        `drafting` requests draft trees of `steps` levels, in `forwards` draft steps that feed `fed` rows of each.
         """
         drafts = self.extend.predict(extended_rows(drafting, steps))
         drafts = drafts + draft_steps(forwards) * self.step.predict(fed * drafting)

@@ -25,7 +25,7 @@ class Outcome:
     joined: int = 0  # rows of prompts in the same forward
     extended: float = 0.0  # rows of draft-extend, backlogs included
     forwards: int = 0  # draft steps after draft-extend
-    fed: float = 0.0  # nodes that each draft step feeds, of all requests
+    fed: float = 0.0  # rows that each draft step feeds, of all requests
     has_prompts: bool = False  # prompts were computed as well
     is_lesson: bool = False
     is_measured: bool = True  # False: of the stages only that of prompts has its time

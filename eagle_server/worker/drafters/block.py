@@ -17,6 +17,7 @@ from eagle_server.attention.batches import (
 )
 from eagle_server.attention.interface import AttentionPlan, BoundAttention, Layout, PagedRequests, TreeMask
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
@@ -84,6 +85,10 @@ class BlockDrafter(RowDrafter):
         slots = cache_locations(requests.req_pool_indices, first, width, requests.req_to_token)
         self.head.write_context(features, positions, slots, self.attention.pool)
         return ContextWritten()
+
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        """One, of the rows that the levels need."""
+        return 1, shape.steps + self.head.first_draft
 
     def propose(self, draft: ContextWritten, batch: DecodeBatch) -> Tree:
         """One forward of the rows that the levels need, then a tree over their scores."""

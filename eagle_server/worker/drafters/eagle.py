@@ -26,6 +26,7 @@ from eagle_server.ops.kv.indices import draft_slots
 from eagle_server.ops.native.drafting import DraftRequests, NativeHead
 from eagle_server.ops.tree.accepted import newest_rows
 from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree, selected_tree
 from eagle_server.speculation.tree_config import extend_widths
@@ -148,9 +149,9 @@ class EagleDrafter:
         first = replace(draft, normed=None)
         return self.graphs.run(key, function, first, batch.verified_id, batch.requests, batch.ranking)
 
-    def forwards(self, steps: int) -> int:
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
         """Draft-extend finds the first level."""
-        return max(0, steps - 1)
+        return max(0, shape.steps - 1), shape.topk or self.widest
 
     def _native_head(self) -> NativeHead | None:
         """Native kernels draft with this head over this pool; None: they do not."""

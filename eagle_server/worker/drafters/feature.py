@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.plan import TreeShape
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.graphs import GraphKey
@@ -31,9 +32,9 @@ class FeatureDrafter:
         first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
         return features.index_select(0, first + batch.extend_lens - 1)
 
-    def forwards(self, steps: int) -> int:
-        """One for all levels."""
-        return 0
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        """None depends on the shape."""
+        return 0, 0
 
     def graph_key(self, name: str, batch: DecodeBatch) -> GraphKey | None:
         """The key of this batch's graph; None: it is not captured."""

@@ -15,6 +15,7 @@ from eagle_server.attention.interface import BoundAttention, Causal, Layout
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.models.drafts.gemma4_assistant import Gemma4Assistant
 from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
@@ -32,8 +33,8 @@ class FrozenKVDrafter(FeatureDrafter):
         self.steps, self.topk = tree.model_steps, tree.topk
         self._window = DraftWindow.of(tree.topk, (tree.model_steps - 1) * tree.topk, setup.device)
 
-    def forwards(self, steps: int) -> int:
-        return steps
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return shape.steps, self.topk
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
         """`steps` forwards: the root, then the best nodes of each level."""

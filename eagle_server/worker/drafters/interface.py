@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from eagle_server.attention.interface import AttentionBackend
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
@@ -68,6 +69,9 @@ class Drafter(Protocol[State]):
         """
         ...
 
-    def forwards(self, steps: int) -> int:
-        """Forwards that `propose` needs for trees of `steps` levels; 0: its time does not depend on them."""
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        """How many forwards `propose` needs for trees of a shape, and the rows of each request that one feeds.
+
+        0 forwards: its time does not depend on the shape.
+        """
         ...

@@ -9,6 +9,7 @@ from typing import Generic
 from torch import Tensor
 
 from eagle_server.ops.device import upload
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.merge import best, chances, join_trees
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
@@ -55,8 +56,8 @@ class MixtureDrafter(Generic[State]):
         key = ("join", size) if size in self.graph_sizes else None
         return self.graphs.run(key, self._join, tree, numbers)
 
-    def forwards(self, steps: int) -> int:
-        return self.model.forwards(min(steps, self.model.steps))
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return self.model.forwards(shape._replace(steps=min(shape.steps, self.model.steps)))
 
     def _join(self, tree: Tree, numbers: Tensor) -> Tree:
         """The best nodes of both. `numbers`: the tries', packed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree, root_alone
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 
@@ -24,5 +25,5 @@ class NoDrafter:
     def propose(self, draft: None, batch: DecodeBatch) -> Tree:
         return root_alone(batch.verified_id, batch.seq_lens)
 
-    def forwards(self, steps: int) -> int:
-        return 0
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return 0, 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.drafts.redrafter import RedrafterHead
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.prefix_tree import beam_tree
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
@@ -34,8 +35,8 @@ class RedrafterDrafter(FeatureDrafter):
             )
         self.steps, self.topk, self.nodes = tree.model_steps, tree.topk, min(tree.nodes, most)
 
-    def forwards(self, steps: int) -> int:
-        return steps
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return shape.steps, self.topk
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
         key = self.graph_key("redrafter", batch)

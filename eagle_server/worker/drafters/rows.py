@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.tree.candidates import CandidatePool, Children
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
@@ -66,9 +67,9 @@ class RowDrafter:
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
 
-    def forwards(self, steps: int) -> int:
-        """One for all levels."""
-        return 0
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        """None: draft-extend has computed the rows."""
+        return 0, 0
 
     def tree_over(self, nodes: int, y: Tensor, roots: Tensor, seq_lens: Tensor, ranking: DraftRanking) -> Tree:
         """The trees under the roots, int64 [bs]. y [bs, levels, H]: row j scores the tokens of level j + 1."""

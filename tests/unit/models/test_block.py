@@ -19,6 +19,7 @@ from eagle_server.models.drafts.block import BlockHead
 from eagle_server.models.layers import Linear
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.linear.packed import why_not_computed
+from eagle_server.plan import TreeShape
 from tests.support.blocks import (
     BlockSpec,
     block_logits,
@@ -249,15 +250,17 @@ def test_rows_after_a_preemption_equal_the_forward_by_hand(tmp_path: Path) -> No
 def check_rows(engine: Engine, head: BlockHead, spec: BlockSpec) -> list[int]:
     """Compare every block that the engine computes from now on with the forward by hand. Returns their contexts."""
     drafter, rows, seen = engine.worker.drafter, head.rows, list[int]()
-    texts = list[tuple[int, list[int]]]()
+    texts, shapes = list[tuple[int, list[int]]](), list[TreeShape]()
     propose = drafter.propose
 
     def watched(draft: Any, batch: Any) -> Any:
         texts[:] = [(decode.seq_len, list(decode.all_tokens)) for decode in batch.decodes]
+        shapes.append(TreeShape(batch.steps, batch.nodes))
         return propose(draft, batch)
 
     def compared(roots: Tensor, positions: Tensor, attention: Any) -> Tensor:
         y = rows(roots, positions, attention)
+        assert y.shape[1] == drafter.forwards(shapes[-1])[1]
         for (length, text), root, mine in zip(texts, roots.tolist(), y, strict=True):
             assert text[length] == root
             features = features_of(target(), text[:length], tuple(spec.boundaries))

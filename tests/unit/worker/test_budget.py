@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from eagle_server.worker.budget.prospects import Floats, Ints, shapes
 from eagle_server.worker.first_drafts import FirstDrafts
 
 STEPS, SIZE = 5, 8
+Forwards = Callable[[TreeShape], tuple[int, int]]
 CPU = torch.device("cpu")
 
 
@@ -95,8 +96,18 @@ def take(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, cha
     learn(budget, decodes, chosen, drafted, round(tokens), seconds)
 
 
-def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
-    return AdaptiveBudget(64, (STEPS, SIZE), model, AcceptanceEstimates(CPU), lambda steps: steps - 1, **given)  # type: ignore[arg-type]
+def level_by_level(shape: TreeShape) -> tuple[int, int]:
+    """`Drafter.forwards` of a head whose draft-extend finds the first level."""
+    return shape.steps - 1, shape.topk or 4
+
+
+def in_one_block(shape: TreeShape) -> tuple[int, int]:
+    """Those of a block drafter."""
+    return 1, shape.steps + 1
+
+
+def adaptive(model: CostModel, forwards: Forwards = level_by_level, **given: Any) -> AdaptiveBudget:
+    return AdaptiveBudget(64, (STEPS, SIZE), model, AcceptanceEstimates(CPU), forwards, **given)
 
 
 def test_cheap_rows_and_good_drafts_get_the_whole_depth() -> None:
@@ -197,9 +208,10 @@ def test_batches_beyond_the_largest_size_have_choices_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
-def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> None:
-    model, requests = costs(4e-4, step=3e-4), 4
-    chosen = settled(adaptive(model), [decode(i) for i in range(requests)], chance)[-1]
+@pytest.mark.parametrize("forwards", [level_by_level, in_one_block])
+def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float, forwards: Forwards) -> None:
+    model, requests = costs(4e-4, step=3e-4, per_request=1e-4), 4
+    chosen = settled(adaptive(model, forwards), [decode(i) for i in range(requests)], chance)[-1]
     kv = 100.0 * requests
 
     def rate(steps: int) -> float:
@@ -210,12 +222,21 @@ def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> N
             return tokens / verify
         width = 1 + min(steps, 1.5 + 0.5 * math.log2(requests))
         extend = float(model.extend.predict(width * drafting)[0])
-        proposing = draft_steps(steps - 1) * float(model.step.predict(drafting)[0])
+        count, fed = forwards(TreeShape(steps, SIZE, 1))
+        proposing = draft_steps(count) * float(model.step.predict(fed * drafting)[0])
         return tokens / (verify + extend + proposing)
 
     best = max(range(STEPS + 1), key=rate)
     kept = sum(depth * math.log(chance) >= chosen.least_logp - 1e-9 for depth in range(1, chosen.steps + 1))
     assert rate(kept if len(chosen.drafting) > 1 else 0) > 0.98 * rate(best)
+
+
+@pytest.mark.parametrize(("per_row", "most"), [(0.0, STEPS), (1e-4, 3)])
+def test_rows_of_a_block_that_cost_more_than_they_bring_are_not_computed(per_row: float, most: int) -> None:
+    """Verified rows cost next to nothing."""
+    model = costs(1e-6, step=3e-4, per_request=per_row)
+    chosen = settled(adaptive(model, in_one_block), [decode(i) for i in range(8)], 0.6)[-1]
+    assert most - 1 <= chosen.steps <= most
 
 
 def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() -> None:
@@ -280,7 +301,7 @@ def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     model = costs(1e-4, period=1)
     model.step.fit({1: 5e-4, 2: 6e-4, 4: 3e-3})
     decodes, parents = [decode(0)], np.array([[0, 0, 1, 1, 2, 2, 0]])
-    budget = AdaptiveBudget(64, (2, 8), model, AcceptanceEstimates(CPU), lambda steps: steps - 1, 4)
+    budget = AdaptiveBudget(64, (2, 8), model, AcceptanceEstimates(CPU), level_by_level, 4)
     chances = np.log(np.array([[0.6, second, 0.36, 0.6 * second, 0.6 * second, second**2, 0.001]]))
     for _ in range(40):
         chosen = budget.choose(decodes, [True])

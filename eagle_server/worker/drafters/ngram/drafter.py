@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.device import upload
-from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
+from eagle_server.plan import Chunk, Decode, GrammarMatcher, TreeShape, allows
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.ngram.coupled_estimates import coupled_estimates
@@ -124,8 +124,8 @@ class NgramDrafter:
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
         return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.steps)
 
-    def forwards(self, steps: int) -> int:
-        return 0
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return 0, 0
 
 
 def _allowed_nodes(trie: Trie, tokens: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:
