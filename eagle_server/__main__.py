@@ -96,8 +96,14 @@ def _unknown_command(name: str) -> str:
 
 def _dry_run(config: Config) -> dict[str, Any]:
     """What --dry-run adds: the tree and the memory. A configuration that cannot fit is a user's mistake."""
-    from eagle_server.engine.assembly.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
+    from eagle_server.engine.assembly.memory_estimate import (  # imports torch
+        as_far_as_known,
+        given_tree,
+        memory_estimate,
+        refusal,
+    )
 
+    config = as_far_as_known(config)
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:
         raise ValueError(reason)

@@ -166,7 +166,7 @@ _SHARED = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 48,
     "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],  # MtpModel has the last one's classes
 }
 _HYBRID = {
     "num_hidden_layers": 4,
@@ -286,7 +286,7 @@ CASES = {
     ),
     "qwen3.5": Case("qwen3.5", _HYBRID),
     "qwen3.5-moe": Case("qwen3.5-moe", {**_HYBRID, **_SHARED}),
-    "qwen3-next": Case("qwen3-next", {**_HYBRID, **_SHARED, "mlp_only_layers": [2]}),
+    "qwen3-next": Case("qwen3-next", {**_HYBRID, **_SHARED, "mlp_only_layers": [1]}),
     "qwen3.5-odd-sizes-tied": Case(
         "qwen3.5",
         {

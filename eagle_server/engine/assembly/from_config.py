@@ -23,6 +23,7 @@ from eagle_server.engine.assembly.devices import (
     threads_for,
 )
 from eagle_server.engine.assembly.follow import assemble_follower
+from eagle_server.engine.assembly.own_drafts import with_own_drafts
 from eagle_server.engine.assembly.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
@@ -60,6 +61,7 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         OSError: a file that cannot be read.
     """
     publisher = _publisher(config)  # first: an endpoint that is taken is noticed before the models are loaded
+    config = with_own_drafts(config)
     models = load_models(config, progress=progress)
     return engine_over(models, config, publisher=publisher, cores=_cores(config, models.target))
 
@@ -84,6 +86,7 @@ def build_rank(config: Config, rank: Rank) -> Engine | Follower:
         torch.cuda.set_device(device)
     publisher = _publisher(config) if rank.number == 0 else None
     ranks = RankGroup(rank.number, rank.size, FileStore(rank.rendezvous, rank.size), device)
+    config = with_own_drafts(config)
     models = load_models(config, ranks=ranks, progress=rank.number == 0)
     return (
         engine_over(models, config, ranks, publisher) if rank.number == 0 else assemble_follower(models.target, ranks)

@@ -21,6 +21,7 @@ from eagle_server.engine.assembly.devices import (
     resolve_backend,
     resolve_device,
 )
+from eagle_server.engine.assembly.own_drafts import with_own_drafts
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.machine import usable_memory
@@ -38,6 +39,11 @@ from eagle_server.speculation.tree_config import TreeConfig
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4, "mxfp4": 4.25}  # per weight, with scales, and zeros of groups of 128
 _MOST_STREAMS = 3  # residual streams in a node's feature; an EAGLE-3 head reads the most
 _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
+
+
+def as_far_as_known(config: Config) -> Config:
+    """`config` with the drafts that the target's files decide, if these are on this machine."""
+    return with_own_drafts(config) if _is_here(config.target_path) else config
 
 
 def memory_estimate(config: Config) -> dict[str, Any]:

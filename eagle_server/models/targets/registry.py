@@ -87,8 +87,15 @@ def _checked_rope(config: ModelConfig, source: str) -> ModelConfig:
 
 
 def mtp_traits(architecture: str) -> MtpTraits:
-    """The MTP layers of a family."""
-    return _BY_ARCHITECTURE[architecture].mtp
+    """The MTP layers of a family.
+
+    Raises:
+        CheckpointError: the family is none of ours, so there is no layer to make.
+    """
+    family = _BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        raise CheckpointError(f"transformers' code runs {architecture}, and its MTP layers are not supported")
+    return family.mtp
 
 
 def decoder_layer(config: ModelConfig, layer: int) -> nn.Module:

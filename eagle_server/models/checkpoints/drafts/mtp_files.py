@@ -56,6 +56,12 @@ def recognizes(files: DraftFiles) -> bool:
     return files.has_prefix("mtp.", "mtp_layers.") or files.has_part("eh_proj")
 
 
+def check(files: DraftFiles, target: ModelConfig) -> None:
+    """Raise CheckpointError if MTP layers in the target's own files cannot draft, by tensor names and config.json."""
+    numbers, layers = mtp_layers(by_deepseeks_names(files, target.num_layers), target.num_layers)
+    mtp_config(layers, target, numbers)
+
+
 def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
     """The MTP layers, with the target's embedding or lm_head where the files have no other."""
     stored, first = files.tensors, target.config.num_layers
