@@ -50,6 +50,7 @@ STEPS = 4
 def mtp_of(model: PreTrainedModel, layers: int = 1) -> MtpModel:
     """Random MTP layers for transformers' model."""
     model.config.num_mtp_layers, model.config.mtp_layer_types = layers, ["full_attention"] * layers
+    model.config.mtp_mlp_layer_types = ["sparse"] * layers
     torch.manual_seed(4)
     mtp = MtpModel(model, layers).eval()
     with torch.no_grad():
@@ -92,6 +93,7 @@ def save_beside(mtp: MtpModel, directory: Path, names: str = "deepseek") -> None
     [
         ("glm4-moe", "deepseek"),
         ("glm4-moe-groups-quarter-rotated", "deepseek"),
+        ("glm4-moe-lite", "deepseek"),
         ("deepseek-v3", "deepseek"),
         ("qwen3-moe", "qwen"),
         ("qwen3.5", "qwen"),

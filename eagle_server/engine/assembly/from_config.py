@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from eagle_server.algorithms import NONE
 from eagle_server.config import Config
 from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.assembly.cores import SharedCores
@@ -23,15 +24,15 @@ from eagle_server.engine.assembly.devices import (
     threads_for,
 )
 from eagle_server.engine.assembly.follow import assemble_follower
-from eagle_server.engine.assembly.own_drafts import with_own_drafts
 from eagle_server.engine.assembly.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
 from eagle_server.machine import stay_on_one_node
-from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft, own_draft
 from eagle_server.models.checkpoints.load_target import dtype_name, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
@@ -64,6 +65,28 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     config = with_own_drafts(config)
     models = load_models(config, progress=progress)
     return engine_over(models, config, publisher=publisher, cores=_cores(config, models.target))
+
+
+def with_own_drafts(config: Config) -> Config:
+    """`config` with the drafts in the target's own files, if its options name none and do not ask for plain decoding.
+
+    Drafts that are not supported are named in the log. The target's files are downloaded if they are not here.
+
+    Raises:
+        CheckpointError: the target's files cannot be read.
+    """
+    if config.speculates or config.speculative.algorithm == NONE:
+        return config
+    directory = resolve_checkpoint(config.target_path)
+    try:
+        row = own_draft(directory, read_model_config(directory))
+    except CheckpointError as error:
+        logger.warning("plain decoding, as the draft in the target's own files cannot be used: %s", error)
+        return config
+    if row is None:
+        return config
+    logger.info("the target's own files hold %s, which drafts; --speculative-algorithm NONE: plain decoding", row.holds)
+    return config.model_copy(update={"speculative": config.speculative.model_copy(update={"algorithm": row.name})})
 
 
 def _cores(config: Config, target: Target) -> AbstractContextManager[None]:

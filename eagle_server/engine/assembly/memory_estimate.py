@@ -21,7 +21,7 @@ from eagle_server.engine.assembly.devices import (
     resolve_backend,
     resolve_device,
 )
-from eagle_server.engine.assembly.own_drafts import with_own_drafts
+from eagle_server.engine.assembly.from_config import with_own_drafts
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.machine import usable_memory

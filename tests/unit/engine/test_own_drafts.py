@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from eagle_server.__main__ import _dry_run
 from eagle_server.config import Config, parse_args
-from eagle_server.engine.assembly.from_config import build_engine
-from eagle_server.engine.assembly.own_drafts import with_own_drafts
+from eagle_server.engine.assembly.from_config import build_engine, with_own_drafts
 from tests.support import deepseek
 from tests.support.deepseek import DEEPSEEK, GLM, LAYERS
 from tests.support.engines import request, run, tokens_of
@@ -39,7 +38,9 @@ def test_they_draft_and_change_no_text(family: str, tmp_path: Path, caplog: pyte
     requests = [request(i, list(range(3 + i, 9 + 2 * i)), max_tokens=40, ignore_eos=True) for i in range(3)]
     with caplog.at_level("INFO"):
         engine = build_engine(options(directory), progress=False)
-    assert "own MTP layers draft (NEXTN); --speculative-algorithm NONE is plain decoding" in caplog.text
+    assert (
+        "own files hold an MTP layer (NEXTN), which drafts; --speculative-algorithm NONE: plain decoding" in caplog.text
+    )
     ready = engine.ready()
     assert ready.speculative_algorithm == ready.resolved["speculative"]["algorithm"] == "NEXTN"
     texts = tokens_of(run(engine, requests))
@@ -79,7 +80,7 @@ def test_layers_that_cannot_draft_are_named_and_the_target_is_served(
     (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))
     engine = build_engine(options(directory), progress=False)
     assert engine.ready().speculative_algorithm == "NONE"
-    assert f"cannot draft: {directory}: 2 MTP layers are expected, but there is no model.layers.3" in caplog.text
+    assert f"cannot be used: {directory}: 2 MTP layers are expected, but there is no model.layers.3" in caplog.text
 
 
 def test_those_of_a_model_that_transformers_runs_are_refused_by_name(

@@ -13,6 +13,7 @@ from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, cano
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import HasWeightViews
 from eagle_server.models.checkpoints.weights import copy_weights
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftModel, HeadConfig, TargetWeights
 from eagle_server.models.layers import Linear
 from eagle_server.models.rope import at_context
@@ -35,6 +36,14 @@ class DraftFormat(Protocol):
         Raises:
             CheckpointError: tensors are missing, unexpected or for another target.
         """
+        ...
+
+
+class OwnDraftFormat(DraftFormat, Protocol):
+    """One whose tensors stand in the target's own files."""
+
+    def check(self, files: DraftFiles, target: ModelConfig) -> None:
+        """Raise CheckpointError if they cannot draft, by the names of tensors and config.json."""
         ...
 
 

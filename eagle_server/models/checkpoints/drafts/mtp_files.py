@@ -57,7 +57,7 @@ def recognizes(files: DraftFiles) -> bool:
 
 
 def check(files: DraftFiles, target: ModelConfig) -> None:
-    """Raise CheckpointError if MTP layers in the target's own files cannot draft, by tensor names and config.json."""
+    """Raise CheckpointError if the MTP layers in the target's own files cannot draft."""
     numbers, layers = mtp_layers(by_deepseeks_names(files, target.num_layers), target.num_layers)
     mtp_config(layers, target, numbers)
 
