@@ -549,6 +549,33 @@ async def test_tiny_chunks_leave_others_their_turns(
     assert sorted(application.bodies) == sorted([b"", body])
 
 
+async def test_a_turn_has_a_bounded_number_of_parts(
+    bodies: tuple[Bodies, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender at the memory's speed would otherwise keep the other cores busy with copies."""
+    application, port = bodies
+    monkeypatch.setattr(connections, "TURN_SECONDS", 3600.0)
+    monkeypatch.setattr(connections, "TURN_PARTS", 2)
+    turns, run, parse = list[int](), connections._Parsing._run, connections.BoundedConnection.parse_part
+
+    def counted_run(parsing: connections._Parsing) -> None:
+        turns.append(0)
+        run(parsing)
+
+    def counted_parse(connection: connections.BoundedConnection) -> bool:
+        if turns:
+            turns[-1] += 1
+        return parse(connection)
+
+    monkeypatch.setattr(connections._Parsing, "_run", counted_run)
+    monkeypatch.setattr(connections.BoundedConnection, "parse_part", counted_parse)
+    body = os.urandom(2**20)
+    async with connected(port, posted("/long", b"content-length: %d" % len(body)) + body) as (reader, _):
+        await answers(reader, 1)
+    assert application.bodies == [body]
+    assert max(turns) == 2
+
+
 async def test_an_address_waits_for_one_part_of_each_other_address(
     bodies: tuple[Bodies, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
