@@ -67,6 +67,21 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     return engine_over(models, config, publisher=publisher, cores=_cores(config, models.target))
 
 
+def with_directory(config: Config) -> Config:
+    """`config` with the directory that stands for a GGUF file in the file's place, under the file's name.
+
+    Raises:
+        CheckpointError: the file cannot be served.
+    """
+    if config.gguf is None:
+        return config
+    from eagle_server.models.checkpoints.gguf.directory import directory_of  # needs the package gguf for these alone
+
+    directory = directory_of(config.gguf, tokenizer=config.model.tokenizer_path is None)
+    own = {"model_path": str(directory), "served_model_name": config.served_model_name}
+    return config.model_copy(update={"model": config.model.model_copy(update=own)})
+
+
 def with_own_drafts(config: Config) -> Config:
     """`config` with the drafts in the target's own files, if its options name none and do not ask for plain decoding.
 
