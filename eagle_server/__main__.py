@@ -83,6 +83,10 @@ def _command(words: list[str]) -> int:
     else:
         flags = words
     config = parse_args(flags, more=_dry_run)
+    try:
+        config = _with_directory(config)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), CONFIGURATION_STATUS)
     function = "build_engine" if config.device.tp_size == 1 else "build_rank"
     return run(config, EngineFactory("eagle_server.engine.assembly.from_config", function, (config,)))
 
@@ -94,10 +98,25 @@ def _unknown_command(name: str) -> str:
     return f"unknown command {name}; {OTHER_COMMANDS.get(name, hint)}"
 
 
+def _with_directory(config: Config) -> Config:
+    """`config` with a directory in the place of a GGUF file."""
+    if config.gguf is None:
+        return config
+    from eagle_server.engine.assembly.from_config import with_directory  # imports torch
+
+    return with_directory(config)
+
+
 def _dry_run(config: Config) -> dict[str, Any]:
     """What --dry-run adds: the tree and the memory. A configuration that cannot fit is a user's mistake."""
-    from eagle_server.engine.assembly.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
+    from eagle_server.engine.assembly.memory_estimate import (  # imports torch
+        as_far_as_known,
+        given_tree,
+        memory_estimate,
+        refusal,
+    )
 
+    config = as_far_as_known(_with_directory(config))
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:
         raise ValueError(reason)

@@ -29,7 +29,7 @@ from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.client.client import EngineClient
 from eagle_server.config import from_options
-from eagle_server.engine.assembly.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine, with_directory
 from eagle_server.request import TokenDelta
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
@@ -117,6 +117,7 @@ class LLM:
 
     def __init__(self, model: str = DEMO, *, progress: bool = True, **options: Any) -> None:
         config = from_options({**({} if model == DEMO else {"model_path": model}), **options})
+        config = with_directory(config)
         location = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(location)
         template = load_chat_template(location, tokenizer, config.model.chat_template)

@@ -19,6 +19,16 @@ class KVShape(NamedTuple):
     head_dim: int
 
 
+class LatentShape(NamedTuple):
+    """The compressed KV of one token in one layer, and the rotary part of its key, which all heads share."""
+
+    rank: int
+    rope_dim: int
+
+
+Shape = KVShape | LatentShape
+
+
 class Pool(Protocol):
     """Per layer: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim]."""
 
@@ -96,11 +106,10 @@ class LatentPool:
     All heads share one key: the latent, followed by the rotary part. Their value is the latent, a view of the key.
     """
 
-    def __init__(
-        self, layers: int, slots: int, rank: int, rope_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.rank = rank
-        self.data = torch.empty(layers, slots, rank + rope_dim, dtype=dtype, device=device)
+    def __init__(self, layers: Sequence[LatentShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        (shape,) = set(layers)
+        self.rank = rank = shape.rank
+        self.data = torch.empty(len(layers), slots, sum(shape), dtype=dtype, device=device)
         self.data[:, 0].zero_()
         self.keys = tuple(layer[:, None] for layer in self.data.unbind(0))
         self.values = tuple(layer[:, None, :rank] for layer in self.data.unbind(0))
@@ -120,3 +129,12 @@ class LatentPool:
     @property
     def bytes_per_slot(self) -> int:
         return self.data[:, 0].nbytes
+
+
+def pool_of(layers: Sequence[Shape], slots: int, dtype: torch.dtype, device: torch.device) -> KVPool | LatentPool:
+    """The pool of layers that keep this of each token: all keys and values, or all latents."""
+    latents = [layer for layer in layers if isinstance(layer, LatentShape)]
+    if latents:
+        assert len(latents) == len(layers), "latents beside keys and values"
+        return LatentPool(latents, slots, dtype, device)
+    return KVPool([layer for layer in layers if isinstance(layer, KVShape)], slots, dtype, device)

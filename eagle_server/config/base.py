@@ -24,6 +24,24 @@ def model_location(value: str) -> str:
     raise ValueError("no such directory, and not a Hugging Face id (owner/name)")
 
 
+def target_location(value: str) -> str:
+    path = Path(value).expanduser()
+    if gguf_file(path) == path:
+        return str(path)
+    try:
+        return model_location(value)
+    except ValueError:
+        raise ValueError("no such directory or GGUF file, and not a Hugging Face id (owner/name)") from None
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file at this path, or the only one in this directory, without safetensors; None: there is none."""
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        return found[0] if len(found) == 1 and not any(path.glob("*.safetensors")) else None
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
 def file_location(value: str) -> str:
     path = Path(value).expanduser()
     if path.is_file():
@@ -65,6 +83,7 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 ModelLocation = Annotated[Text, AfterValidator(model_location)]
+TargetLocation = Annotated[Text, AfterValidator(target_location)]
 
 
 class Section(BaseModel):

@@ -15,8 +15,10 @@ from eagle_server.config.base import (
     ModelLocation,
     Seconds,
     Section,
+    TargetLocation,
     Text,
     comma_separated,
+    gguf_file,
     local_file,
     proxy_address,
 )
@@ -33,10 +35,10 @@ DEMO_DRAFT = _DEMO / UNNAMED.demo
 class ModelSection(Section):
     """The model to serve."""
 
-    model_path: ModelLocation | None = Field(
+    model_path: TargetLocation | None = Field(
         default=None,
-        description="the target: a Hugging Face id or a local directory; default: the embedded demo; architectures "
-        "that this package does not implement run on transformers' code",
+        description="the target: a Hugging Face id, a local directory or a GGUF file; default: the embedded demo; "
+        "architectures that this package does not implement run on transformers' code",
     )
     tokenizer_path: ModelLocation | None = Field(
         default=None, description="Hugging Face id or directory of the tokenizer; default: the target's"
@@ -266,7 +268,14 @@ class Config(BaseModel):
         path = self.model.model_path
         if self.model.served_model_name or path is None:
             return self.model.served_model_name or "demo"
+        if (file := self.gguf) is not None:
+            return file.stem
         return Path(path).resolve().name if Path(path).is_dir() else path
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file that holds the target; None: another format does."""
+        return None if self.model.model_path is None else gguf_file(Path(self.model.model_path).expanduser())
 
     def public_dict(self) -> dict[str, Any]:
         """JSON-ready values for logs and /v1/server_info, completed without loading models; never the API key."""

@@ -50,7 +50,8 @@ class SpeculativeSection(Section):
         description="NONE: plain decoding; NEXTN (or MTP): the MTP layer in the target's own files; STANDALONE: a "
         "smaller language model with the same vocabulary; DFLASH: a block drafter (DFlash, DFlash 2, DSpark, Domino); "
         "PEAGLE: a P-EAGLE head; NGRAM: the tokens that followed the same tokens earlier in "
-        "the request, no draft model needed; X+NGRAM: both in one tree; default: detected from the draft's files",
+        "the request, no draft model needed; X+NGRAM: both in one tree; default: detected from the draft's files; "
+        "without a draft, NEXTN if the target's own files have MTP layers",
     )
     draft_model_path: ModelLocation | None = Field(
         default=None,

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from eagle_server.cache.pool import KVShape
+from eagle_server.cache.pool import KVShape, LatentShape, Shape
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.recurrent.nodes import RecurrentShape
 
@@ -329,8 +329,10 @@ class ModelConfig:
         return layer if self.recurrent is None else sum(each < layer for each in self.attending)
 
     @property
-    def pool_layers(self) -> tuple[KVShape, ...]:
-        """The shape of each layer of the KV pool, see `kv_shapes`."""
+    def pool_layers(self) -> tuple[Shape, ...]:
+        """What each layer of the KV pool keeps of a token, see `kv_shapes`."""
+        if self.mla is not None:
+            return (LatentShape(self.mla.kv_lora_rank, self.mla.qk_rope_head_dim),) * self.kv_layers
         return self.kv_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.kv_layers
 
     def heads_of(self, layer: int) -> int:

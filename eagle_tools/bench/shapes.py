@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, Layout, TreeMask
 from eagle_server.attention.recurrent import TreeRows
 from eagle_server.attention.torch_native import torch_native
-from eagle_server.cache.pool import KVPool
+from eagle_server.cache.pool import KVPool, pool_of
 from eagle_server.engine.assembly.pools import make_states
 from eagle_server.models.checkpoints.load_target import created_as
 from eagle_server.models.layers import Linear, pack_linears
@@ -167,7 +167,8 @@ def native_step(model: TargetModel, rows: int) -> tuple[Step, Callable[[Tensor],
     """A step of `rows` rows after the prefix, the nodes of a tree, and the bytes that it must read."""
     config = model.config
     slots = PREFIX + rows + 1
-    pool = KVPool(config.pool_layers, slots, config.dtype, torch.device("cpu"))
+    pool = pool_of(config.pool_layers, slots, config.dtype, torch.device("cpu"))
+    assert isinstance(pool, KVPool), "no latents among these shapes"
     pool.groups[0].normal_()
     attention, requests = torch_native(pool), torch.tensor([0])
     parents = (torch.arange(rows)[None] - 1) // 2  # two children of each node

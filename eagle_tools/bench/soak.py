@@ -38,6 +38,7 @@ PAUSE = 0.01  # seconds, so that the server has finished the request for its met
 ATTACK_SECONDS = 20.0
 SOURCE = "127.0.0.2"  # the clients' address; attacks come from 127.0.0.1
 WARM = 0.25  # share of the time; memory growth in it is caches and pools that fill
+PARTS = 5  # of the rest; in 30 minutes each has all attacks
 
 
 @dataclass
@@ -207,12 +208,20 @@ def resident(pid: int) -> int:
 
 
 def growth(seconds: Sequence[float], memory: Sequence[int]) -> float:
-    """Growth in bytes per minute by least squares, without the first quarter of the time."""
-    late = [(at / 60, float(size)) for at, size in zip(seconds, memory, strict=True) if at >= WARM * seconds[-1]]
-    if len({at for at, _ in late}) < 2:  # noqa: PLR2004  a line needs two points
+    """Growth in bytes per minute of what is never given back, without the first quarter of the time.
+
+    By least squares over the smallest size in each of some parts: large bodies take memory for a while.
+    """
+    begin, end = WARM * seconds[-1], seconds[-1]
+    least: dict[int, int] = {}
+    for at, size in zip(seconds, memory, strict=True):
+        if at >= begin and end > begin:
+            part = min(PARTS - 1, int(PARTS * (at - begin) / (end - begin)))
+            least[part] = min(size, least.get(part, size))
+    if len(least) < 2:  # noqa: PLR2004  a line needs two points
         return 0.0
-    slope, _ = statistics.linear_regression([at for at, _ in late], [size for _, size in late])
-    return slope
+    slope, _ = statistics.linear_regression(list(least), list(least.values()))
+    return slope / ((end - begin) / 60 / PARTS)
 
 
 @dataclass(frozen=True)
@@ -265,7 +274,7 @@ def report(record: Record, seconds: float, added: Sequence[Added], console: Cons
         "first token, median and 99th percentile": f"{middle:.2f} s, {late:.2f} s",
         "most running, waiting": f"{max(s.running for s in record.samples)}, {max(s.waiting for s in record.samples)}",
         **{
-            f"memory of the {name}, growth after the first quarter": (
+            f"memory of the {name}, growth of its lowest after the first quarter": (
                 f"{sizes[-1] / 2**20:.0f} MiB, {growth(times, sizes) / 2**20:+.2f} MiB per minute"
             )
             for name, sizes in record.memory.items()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle_server.config import Config
-from eagle_server.engine.assembly.from_config import build_engine
+from eagle_server.engine.assembly.from_config import build_engine, with_directory
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
 from eagle_server.text.token_spelling import TokenSpelling
@@ -53,6 +53,7 @@ def show(options: argparse.Namespace, config: Config) -> None:
     prompt = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file is not None else options.prompt
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+    config = with_directory(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.target_path)
     engine = build_engine(config, progress=sys.stderr.isatty())
     sampling = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)

@@ -27,18 +27,27 @@ template <> inline Vector step<BFLOAT16>(Vector sums, uint32_t input, const uint
 #endif
 }
 
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+// The sum of 2 products of 16-bit numbers in each lane.
+static inline Ints pairs(Words weights, uint32_t input) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(input));
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(input));
+#endif
+}
+#endif
+
 // 4 unsigned bytes of each lane of `weights` times 4 signed bytes of `input`, added to the lane.
 static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(input));
-#elif defined(__AVX2__) && defined(__AVXVNNI__)
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(input));
-#elif defined(__AVX2__)
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
     // Even and odd bytes, widened to 16 bits: a product of pairs with their sum is exact there.
-    uint32_t even = (uint16_t)(int8_t)input | (uint32_t)(int8_t)(input >> 16) << 16;
-    uint32_t odd = (uint16_t)(int8_t)(input >> 8) | (uint32_t)(int8_t)(input >> 24) << 16;
-    Ints low = (Ints)_mm256_madd_epi16((__m256i)(weights & 0x00ff00ff), _mm256_set1_epi32(even));
-    return sums + low + (Ints)_mm256_madd_epi16((__m256i)(weights >> 8 & 0x00ff00ff), _mm256_set1_epi32(odd));
+    auto widened = [](uint32_t word) { return (uint16_t)(int8_t)word | (uint32_t)(int8_t)(word >> 16) << 16; };
+    return sums + pairs(weights & 0x00ff00ff, widened(input)) + pairs(weights >> 8 & 0x00ff00ff, widened(input >> 8));
 #else
     for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
     return sums;

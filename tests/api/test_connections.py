@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -547,6 +548,58 @@ async def test_tiny_chunks_leave_others_their_turns(
     chunk = size + len(b"\r\n\r\n") + len(b"%x" % size)
     assert max(turns) <= max(connections.CHUNKED_LINES // 2 * chunk, len(get("/quick")))
     assert sorted(application.bodies) == sorted([b"", body])
+
+
+async def test_a_turn_has_a_bounded_number_of_parts(
+    bodies: tuple[Bodies, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender at the memory's speed would otherwise keep the other cores busy with copies."""
+    application, port = bodies
+    monkeypatch.setattr(connections, "TURN_SECONDS", 3600.0)
+    monkeypatch.setattr(connections, "TURN_PARTS", 2)
+    turns, run, parse = list[int](), connections._Parsing._run, connections.BoundedConnection.parse_part
+
+    def counted_run(parsing: connections._Parsing) -> None:
+        turns.append(0)
+        run(parsing)
+
+    def counted_parse(connection: connections.BoundedConnection) -> bool:
+        if turns:
+            turns[-1] += 1
+        return parse(connection)
+
+    monkeypatch.setattr(connections._Parsing, "_run", counted_run)
+    monkeypatch.setattr(connections.BoundedConnection, "parse_part", counted_parse)
+    body = os.urandom(2**20)
+    async with connected(port, posted("/long", b"content-length: %d" % len(body)) + body) as (reader, _):
+        await answers(reader, 1)
+    assert application.bodies == [body]
+    assert max(turns) == 2
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="the end of what is not read yet is told on Linux alone")
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_the_rest_of_a_long_body_is_not_parsed_if_its_client_is_gone(
+    is_gone: bool, bodies: tuple[Bodies, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interim answer tells it from one that only sends no more."""
+    application, port = bodies
+    monkeypatch.setattr(connections, "SHORT_BODY", 1000)
+    body = os.urandom(200_000)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**19)
+        client.connect(("127.0.0.1", port))
+        client.sendall(posted("/long", b"content-length: %d" % len(body)) + body)  # the server has read nothing yet
+        client.close() if is_gone else client.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(PATIENCE):
+            while "/long answered" not in application.seen:
+                await asyncio.sleep(0)
+        if is_gone:
+            assert len(application.bodies[0]) < len(body)
+        else:
+            assert application.bodies == [body]
+            answer = b"".join(await asyncio.to_thread(lambda: [*iter(lambda: client.recv(4096), b"")]))
+            assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer and answer.endswith(b"x")
 
 
 async def test_an_address_waits_for_one_part_of_each_other_address(

@@ -21,7 +21,7 @@ from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, BoundAttention, TreeMask
 from eagle_server.attention.torch_native import torch_native
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, KVShape, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool, LatentShape
 from tests.gpu.conftest import moved
 from tests.support.paged import Case, World, as_projected, causal, draft_step, verify
 
@@ -69,7 +69,7 @@ class OnDevice:
         layers, slots, heads, dim = len(pool.keys), *pool.keys[0].shape
         self.pool: KVPool | LatentPool
         if isinstance(pool, LatentPool):
-            self.pool = LatentPool(layers, slots, pool.rank, dim - pool.rank, self.dtype, self.device)
+            self.pool = LatentPool([LatentShape(pool.rank, dim - pool.rank)] * layers, slots, self.dtype, self.device)
         else:
             self.pool = KVPool([KVShape(heads, dim)] * layers, slots, self.dtype, self.device)
 

@@ -22,6 +22,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteMoeHybridConfig,
@@ -95,6 +97,7 @@ FAMILIES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4-moe-lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3.5-moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3-next": (Qwen3NextConfig, Qwen3NextForCausalLM),
@@ -166,7 +169,7 @@ _SHARED = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 48,
     "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],  # MtpModel has the last one's classes
 }
 _HYBRID = {
     "num_hidden_layers": 4,
@@ -286,7 +289,7 @@ CASES = {
     ),
     "qwen3.5": Case("qwen3.5", _HYBRID),
     "qwen3.5-moe": Case("qwen3.5-moe", {**_HYBRID, **_SHARED}),
-    "qwen3-next": Case("qwen3-next", {**_HYBRID, **_SHARED, "mlp_only_layers": [2]}),
+    "qwen3-next": Case("qwen3-next", {**_HYBRID, **_SHARED, "mlp_only_layers": [1]}),
     "qwen3.5-odd-sizes-tied": Case(
         "qwen3.5",
         {
@@ -348,6 +351,11 @@ CASES = {
         },
     ),
     "deepseek-v3": Case("deepseek-v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "glm4-moe-lite": Case("glm4-moe-lite", _DEEPSEEK),
+    "glm4-moe-lite-dense-later-no-q-lora": Case(
+        "glm4-moe-lite",
+        {**_DEEPSEEK, "mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None, "attention_bias": True},
+    ),
     "deepseek-v3-one-group-unnormalized": Case(
         "deepseek-v3",
         {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None, "num_mtp_layers": 0},

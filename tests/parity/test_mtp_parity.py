@@ -50,6 +50,7 @@ STEPS = 4
 def mtp_of(model: PreTrainedModel, layers: int = 1) -> MtpModel:
     """Random MTP layers for transformers' model."""
     model.config.num_mtp_layers, model.config.mtp_layer_types = layers, ["full_attention"] * layers
+    model.config.mtp_mlp_layer_types = ["sparse"] * layers
     torch.manual_seed(4)
     mtp = MtpModel(model, layers).eval()
     with torch.no_grad():
@@ -63,8 +64,9 @@ def save_beside(mtp: MtpModel, directory: Path, names: str = "deepseek") -> None
     """Add the layers to the target's file, under published names."""
     path, (block, others) = directory / "model.safetensors", NAMES[names]
     raw, layers = json.loads((directory / "config.json").read_text()), dict[str, Tensor]()
+    first = raw.get("text_config", raw)["num_hidden_layers"]
     for number, layer in enumerate(mtp.layers):
-        where = {"number": number, "layer": raw["num_hidden_layers"] + number}
+        where = {"number": number, "layer": first + number}
         prefix = block.format(**where)
         for name, tensor in layer.state_dict().items():
             part, _, rest = name.partition(".")
@@ -91,9 +93,12 @@ def save_beside(mtp: MtpModel, directory: Path, names: str = "deepseek") -> None
     [
         ("glm4-moe", "deepseek"),
         ("glm4-moe-groups-quarter-rotated", "deepseek"),
+        ("glm4-moe-lite", "deepseek"),
         ("deepseek-v3", "deepseek"),
         ("qwen3-moe", "qwen"),
         ("qwen3.5", "qwen"),
+        ("qwen3.5-moe", "qwen"),
+        ("qwen3-next", "qwen"),
         ("mimo", "mimo"),
     ],
 )
@@ -103,8 +108,14 @@ def test_a_greedy_chain_is_transformers(case: str, names: str, tmp_path: Path) -
     mtp = mtp_of(theirs)
     mtp.layers[0].config.mtp_hidden_states_first = names == "mimo"
     save_beside(mtp, tmp_path, names)
-    target = load_target(tmp_path, Loading(progress=False), dtype="float32")
-    head = load_draft(tmp_path, target, Loading(context=64, progress=False), target_path=tmp_path)
+    check_greedy_chain(tmp_path, theirs, mtp)
+
+
+@torch.inference_mode()
+def check_greedy_chain(directory: Path, theirs: PreTrainedModel, mtp: MtpModel) -> None:
+    """The chain that is drafted with the layer in this checkpoint is the one that transformers drafts."""
+    target = load_target(directory, Loading(progress=False), dtype="float32")
+    head = load_draft(directory, target, Loading(context=64, progress=False), target_path=directory)
     assert isinstance(head, MtpHead) and head.mtp.index == target.config.num_layers
     text = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(3))
     hidden = theirs.model(text[None]).last_hidden_state[0]

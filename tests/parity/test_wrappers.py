@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from eagle_server.config import DEMO_TARGET, ConfigError, parse_args
@@ -28,13 +29,14 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
+from tests.parity.test_mtp_parity import check_greedy_chain, mtp_of, save_beside
 from tests.parity.test_quantized_checkpoints import as_gptq, as_int8, as_packed, compressed, gptq
 from tests.parity.test_target_parity import TOLERANCE, Pages
 from tests.parity.test_transformers_target import generated
 from tests.parity.wrappers import CASES, MEDIA, VOCAB, rename, write
 from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, run, speculative, tokens_of
 
-QUICK = {"qwen2.5-vl", "gemma3"}
+DEEP, QUICK = pytest.mark.deep, {"qwen2.5-vl", "gemma3"}
 ALL = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in CASES]
 NGRAM = {"steps": 0, "topk": 1, "ngram_steps": 4, "nodes": 8}
 
@@ -319,3 +321,40 @@ def test_a_vision_checkpoint_is_served_with_its_own_files(tmp_path: Path) -> Non
     for token in ("<|image_pad|>", "<|vision_pad|>"):  # by config.json, and by its spelling
         with pytest.raises(ValueError, match="stands for an image, video or audio; this server reads text only"):
             llm.generate(f"a {token} b", max_tokens=4, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "together"), [("qwen3.5", False), ("qwen3.5-moe", True), pytest.param("qwen3.5-moe", False, marks=DEEP)]
+)
+def test_an_mtp_layer_beside_the_decoder_drafts(name: str, together: bool, tmp_path: Path) -> None:
+    """`mtp.*` stands outside of the decoder's prefix. Experts are stored one by one, or together as in published files.
+
+    Texts are those of transformers' whole model.
+    """
+    theirs = write(CASES[name], tmp_path, layer_types=["linear_attention", "linear_attention", "full_attention"])
+    decoder = AutoModelForCausalLM.from_config(theirs.config.text_config, attn_implementation="eager")
+    decoder.model, decoder.lm_head = theirs.model.language_model, theirs.lm_head
+    mtp = mtp_of(decoder)
+    save_beside(mtp, tmp_path, "qwen")
+    if together:
+        join_experts(tmp_path)
+    check_greedy_chain(tmp_path, decoder, mtp)
+    prompts = torch.randint(1, 120, (3, 20), generator=torch.Generator().manual_seed(3)).tolist()
+    target, how = load(tmp_path), Loading(context=CONTEXT, lookahead=MARGIN, progress=False)
+    head: Any = load_draft(tmp_path, target, how, algorithm="NEXTN", target_path=tmp_path)
+    requests = [request(i, prompt, max_tokens=16, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    assert tokens_of(run(speculative(target, head), requests)) == generated(theirs, prompts, 16)
+
+
+def join_experts(directory: Path) -> None:
+    """Store experts together: gate_up_proj [experts, 2 * width, hidden] and down_proj [experts, hidden, width]."""
+    file = directory / "model.safetensors"
+    tensors, kinds = load_file(file), ("gate_proj", "up_proj", "down_proj")
+    for first in [key for key in tensors if key.endswith(".experts.0.gate_proj.weight")]:
+        prefix = first.removesuffix(".0.gate_proj.weight")
+        count = sum(key.startswith(prefix) for key in tensors) // len(kinds)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}.{expert}.{kind}.weight") for expert in range(count)]) for kind in kinds
+        )
+        tensors |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -47,6 +47,17 @@ _QWEN3 = {
     "num_position_embeddings": 16,
 }
 _WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_QWEN3_5 = {
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "rope_parameters": {
+        **_MROPE,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_QWEN3_5_VISION = {key: size for key, size in _QWEN3.items() if key != "deepstack_visual_indexes"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -122,20 +133,9 @@ CASES = {
         {**_EXPERTS, "head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         _QWEN3,
     ),
-    "qwen3.5": Case(
-        "qwen3_5",
-        {
-            **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
-            "linear_value_head_dim": 16,
-            "rope_parameters": {
-                **_MROPE,
-                "mrope_section": [1, 1, 0],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.25,
-            },
-        },
-        {key: size for key, size in _QWEN3.items() if key != "deepstack_visual_indexes"},
+    "qwen3.5": Case("qwen3_5", _QWEN3_5, _QWEN3_5_VISION),
+    "qwen3.5-moe": Case(
+        "qwen3_5_moe", {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 48}, _QWEN3_5_VISION
     ),
     "lfm2-vl": Case(
         "lfm2_vl",

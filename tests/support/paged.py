@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.attention.batches import mixed_batch, mixed_layout, prefill_batch
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
-from eagle_server.cache.pool import KVPool, KVShape, LatentPool, Pool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool, LatentShape, Pool
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ class World:
         slots = rows * width + 1
         self.pool: Pool
         if rank:
-            self.pool = LatentPool(len(layers), slots, rank, dim - rank, dtype, CPU)
+            self.pool = LatentPool([LatentShape(rank, dim - rank)] * len(layers), slots, dtype, CPU)
             kv_heads = 1
         else:
             self.pool = KVPool([KVShape(kv_heads, dim)] * len(layers), slots, dtype, CPU)

@@ -183,6 +183,8 @@ async def process_text(body: Body, function: Callable[[], T]) -> T:
 
 async def _held_in(lane: Lane, body: Body, function: Callable[[], T]) -> T:
     """The result of a function that reads the body, which is held until then."""
+    if body.memory > (most := _held.most_alone(MAX_HELD_BYTES)):
+        raise _too_large(f"the body's texts take {body.memory} bytes of memory, and this server holds {most} at most")
     _hold(body.memory)
     try:
         _check_held(body.size)
@@ -211,6 +213,5 @@ async def _on_thread(lane: Lane, function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(lane.submit(current_client.get(), function))
 
 
-def _too_large() -> ApiError:
-    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+def _too_large(message: str = f"the body is larger than {MAX_BODY_BYTES} bytes") -> ApiError:
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from subprocess import SubprocessError
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 from eagle_server.attention.interface import AttentionBackend, LayerSpec, TreeMode
 from eagle_server.attention.torch_native import torch_native
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, KVShape, LatentPool
-from eagle_server.engine.assembly.pools import make_pool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool, pool_of
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.kv.indices import window_slots
@@ -109,7 +107,7 @@ def load_kernels(model: ModelConfig, device: torch.device, module: Any = None) -
 
     use_flashinfer(enabled=True)
     shapes = tuple(dict.fromkeys(model.pool_layers))
-    pool = make_pool(replace(model, num_layers=1, windows=(), kv_shapes=shapes), LONG_ROWS + 1, device)
+    pool = pool_of(shapes, LONG_ROWS + 1, model.dtype, device)
     slides = sorted(set(model.windows or (0,)))
     options: dict[str, Any] = {
         "heads": model.num_heads,
@@ -142,8 +140,8 @@ def layer_specs(model: Any, config: ModelConfig) -> set[tuple[float, int, KVShap
         raise ValueError(
             "--attention-backend flashinfer does not cap attention scores, which this model does: use torch_native"
         )
-    shapes = config.pool_layers
-    differ = len(set(shapes)) > 1 and config.mla is None
+    shapes = [shape for shape in config.pool_layers if isinstance(shape, KVShape)]
+    differ = len(set(shapes)) > 1
     return {
         (spec.scale, spec.sliding_window, shapes[spec.index] if differ else None, spec.heads) for spec in _specs(model)
     }

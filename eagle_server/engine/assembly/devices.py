@@ -12,6 +12,7 @@ import torch
 
 from eagle_server.attention.batches import MIXED_CHUNKS, MIXED_ROWS
 from eagle_server.attention.flashinfer.modules import HEAD_DIMS, MissingModuleError, warn_of_another_toolkit
+from eagle_server.cache.pool import KVShape
 from eagle_server.config import Config, ConfigError
 from eagle_server.engine.assembly import backends
 from eagle_server.engine.engine_config import Backend
@@ -141,7 +142,7 @@ def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *,
     sixteen_bit = model.dtype in (torch.bfloat16, torch.float16)
     if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
         return "torch_native"
-    sizes = {head_dim for _, head_dim in model.pool_layers} if model.mla is None else set()
+    sizes = {shape.head_dim for shape in model.pool_layers if isinstance(shape, KVShape)}
     others = sorted(sizes.difference(HEAD_DIMS))
     for applies, lack in (
         (capped, "does not cap attention scores, which this model does"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from eagle_server.algorithms import NONE
 from eagle_server.config import Config
 from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.assembly.cores import SharedCores
@@ -27,10 +28,11 @@ from eagle_server.engine.assembly.resolve import context_length, lookahead_bound
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.process import Rank
 from eagle_server.machine import stay_on_one_node
-from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft, own_draft
 from eagle_server.models.checkpoints.load_target import dtype_name, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
@@ -60,8 +62,46 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         OSError: a file that cannot be read.
     """
     publisher = _publisher(config)  # first: an endpoint that is taken is noticed before the models are loaded
+    config = with_own_drafts(config)
     models = load_models(config, progress=progress)
     return engine_over(models, config, publisher=publisher, cores=_cores(config, models.target))
+
+
+def with_directory(config: Config) -> Config:
+    """`config` with the directory that stands for a GGUF file in the file's place, under the file's name.
+
+    Raises:
+        CheckpointError: the file cannot be served.
+    """
+    if config.gguf is None:
+        return config
+    from eagle_server.models.checkpoints.gguf.directory import directory_of  # needs the package gguf for these alone
+
+    directory = directory_of(config.gguf, tokenizer=config.model.tokenizer_path is None)
+    own = {"model_path": str(directory), "served_model_name": config.served_model_name}
+    return config.model_copy(update={"model": config.model.model_copy(update=own)})
+
+
+def with_own_drafts(config: Config) -> Config:
+    """`config` with the drafts in the target's own files, if its options name none and do not ask for plain decoding.
+
+    Drafts that are not supported are named in the log. The target's files are downloaded if they are not here.
+
+    Raises:
+        CheckpointError: the target's files cannot be read.
+    """
+    if config.speculates or config.speculative.algorithm == NONE:
+        return config
+    directory = resolve_checkpoint(config.target_path)
+    try:
+        row = own_draft(directory, read_model_config(directory))
+    except CheckpointError as error:
+        logger.warning("plain decoding, as the draft in the target's own files cannot be used: %s", error)
+        return config
+    if row is None:
+        return config
+    logger.info("the target's own files hold %s, which drafts; --speculative-algorithm NONE: plain decoding", row.holds)
+    return config.model_copy(update={"speculative": config.speculative.model_copy(update={"algorithm": row.name})})
 
 
 def _cores(config: Config, target: Target) -> AbstractContextManager[None]:
@@ -84,6 +124,7 @@ def build_rank(config: Config, rank: Rank) -> Engine | Follower:
         torch.cuda.set_device(device)
     publisher = _publisher(config) if rank.number == 0 else None
     ranks = RankGroup(rank.number, rank.size, FileStore(rank.rendezvous, rank.size), device)
+    config = with_own_drafts(config)
     models = load_models(config, ranks=ranks, progress=rank.number == 0)
     return (
         engine_over(models, config, ranks, publisher) if rank.number == 0 else assemble_follower(models.target, ranks)

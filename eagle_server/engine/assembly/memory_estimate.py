@@ -20,6 +20,7 @@ from eagle_server.engine.assembly.devices import (
     resolve_backend,
     resolve_device,
 )
+from eagle_server.engine.assembly.from_config import with_own_drafts
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.machine import usable_memory
@@ -36,8 +37,14 @@ from eagle_server.ops.native.library import available
 from eagle_server.speculation.tree_config import TreeConfig
 
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4, "mxfp4": 4.25}  # per weight, with scales, and zeros of groups of 128
+_Q4_0 = 5.25  # bits per weight of a GGUF file: a float32 scale and a zero for 32 inputs
 _MOST_STREAMS = 3  # residual streams in a node's feature; an EAGLE-3 head reads the most
 _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
+
+
+def as_far_as_known(config: Config) -> Config:
+    """`config` with the drafts that the target's files decide, if these are on this machine."""
+    return with_own_drafts(config) if _is_here(config.target_path) else config
 
 
 def memory_estimate(config: Config) -> dict[str, Any]:
@@ -135,7 +142,9 @@ def weight_bytes(
     plain, bits = 8.0 * dtype.itemsize, 0.0
     for name, tensor in stored.items():
         weight_bits = plain
-        if isinstance(tensor, QuantizedTensor) and quantized is not None:
+        if isinstance(tensor, QuantizedTensor) and quantized is None:
+            weight_bits = _Q4_0 if native else plain
+        elif isinstance(tensor, QuantizedTensor) and quantized is not None:
             weight_bits = _BITS.get(quantized.method) or (_BITS["int4"] if quantized.bits == 4 else 8.0)  # noqa: PLR2004
             if quantized.method == "mxfp4" and not native:
                 weight_bits = plain  # it is multiplied out

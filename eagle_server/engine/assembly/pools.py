@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from eagle_server.cache.block_events import block_size_of
-from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.cache.pool import KVPool, LatentPool, pool_of
 from eagle_server.cache.states import StatePool
 from eagle_server.models.config import ModelConfig
 
 
 def make_pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool | LatentPool:
     """The KV pool of a model, with `slots` slots."""
-    if config.mla is not None:
-        rank, rope_dim = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
-        return LatentPool(config.kv_layers, slots, rank, rope_dim, config.dtype, device)
-    return KVPool(config.pool_layers, slots, config.dtype, device)
+    return pool_of(config.pool_layers, slots, config.dtype, device)
 
 
 def bytes_per_slot(config: ModelConfig) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import torch_native
-from eagle_server.cache.pool import KVPool
+from eagle_server.cache.pool import pool_of
 from eagle_server.models.checkpoints.quantized import Rounded, with_dequantized, without_added_biases
 from eagle_server.models.checkpoints.transformers_config import TESTED, check_rope, read_theirs, window_of
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights, open_weights, without_drafts
@@ -257,7 +257,7 @@ def _difference(target: TransformersTarget, prompts: Sequence[Tensor], expected:
 def _paged_logits(target: TransformersTarget, prompts: Sequence[Tensor]) -> list[Tensor]:
     config, device = target.config, target.embed.device
     width = max(_LENGTHS)
-    pool = KVPool(config.pool_layers, len(prompts) * width + 1, config.dtype, device)
+    pool = pool_of(config.pool_layers, len(prompts) * width + 1, config.dtype, device)
     table = 1 + torch.arange(len(prompts) * width, device=device, dtype=torch.int32).view(-1, width).flip(0)
     attention, parts = torch_native(pool), list[list[Tensor]]()
     for start, stop in (((0, 0), _CUT), (_CUT, _LENGTHS)):

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.hub import HubError, hub_file, hub_snapshot
+from eagle_server.models.checkpoints.gguf import tensors as gguf
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_whole_config
 from eagle_server.models.targets.registry import find_family
@@ -178,6 +179,8 @@ def _read_expert(tensor: StoredTensor, where: tuple[slice, ...], *, in_out: bool
 
 
 def _open_files(directory: Path) -> Weights:
+    if (directory / gguf.INDEX).is_file():
+        return _gguf(directory)
     for name, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():
@@ -260,6 +263,17 @@ def _refuse_pointer(path: Path) -> None:
             raise CheckpointError(
                 f"{path}: a Git LFS pointer, not the weights; fetch them in {path.parent} with: git lfs pull"
             )
+
+
+def _gguf(directory: Path) -> Weights:
+    file, places = gguf.read_index(directory)
+    stored: Weights = {}
+    for name, place in places.items():
+        what, read = (file, place.key, tuple(place.shape)), partial(gguf.read, file, place)
+        is_int4 = place.type == gguf.INT4 and len(place.shape) == 2  # noqa: PLR2004
+        load = partial(gguf.read_int4, file, place)
+        stored[name] = QuantizedTensor(*what, read, load=load) if is_int4 else StoredTensor(*what, read)
+    return stored
 
 
 def _safetensors(path: Path) -> Weights:

@@ -13,7 +13,7 @@ from eagle_server.models.config_json import architecture_name, common_config
 from eagle_server.models.targets.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from eagle_server.models.targets.gemma3 import GEMMA3
 from eagle_server.models.targets.gemma4 import GEMMA4
-from eagle_server.models.targets.glm4_moe import GLM4_MOE
+from eagle_server.models.targets.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from eagle_server.models.targets.gpt_oss import GPT_OSS
 from eagle_server.models.targets.hybrids.bamba import BAMBA
 from eagle_server.models.targets.hybrids.falcon_h1 import FALCON_H1
@@ -33,7 +33,7 @@ from eagle_server.models.targets.step3p5 import STEP3P5
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GEMMA3, GEMMA4, GLM4_MOE),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, LONGCAT_FLASH, GPT_OSS, MIMO, MIMO_V2, STEP3P5),
+    *(GLM4_MOE_LITE, DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, LONGCAT_FLASH, GPT_OSS, MIMO, MIMO_V2, STEP3P5),
     *(GRANITE_HYBRID, BAMBA, NEMOTRON_H, FALCON_H1, LFM2, LFM2_MOE, KIMI_LINEAR),
 )
 
@@ -87,8 +87,15 @@ def _checked_rope(config: ModelConfig, source: str) -> ModelConfig:
 
 
 def mtp_traits(architecture: str) -> MtpTraits:
-    """The MTP layers of a family."""
-    return _BY_ARCHITECTURE[architecture].mtp
+    """The MTP layers of a family.
+
+    Raises:
+        CheckpointError: the family is none of ours, so there is no layer to make.
+    """
+    family = _BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        raise CheckpointError(f"transformers' code runs {architecture}, and its MTP layers are not supported")
+    return family.mtp
 
 
 def decoder_layer(config: ModelConfig, layer: int) -> nn.Module:

@@ -14,7 +14,7 @@ from eagle_server.attention.flashinfer.backend import AttentionLimits, Workspace
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.torch_native import torch_native
-from eagle_server.cache.pool import LatentPool
+from eagle_server.cache.pool import LatentPool, LatentShape
 from eagle_server.ops.tree.build import ancestors
 from eagle_tools.bench.gpu.engines import BenchEngines
 from eagle_tools.bench.gpu.machine import GIGA, brief, is_fatal
@@ -58,7 +58,7 @@ class Layer:
         self._machine, self._heads, self._dim = engines.machine, scale.mla_heads, scale.mla_rank + scale.mla_rope
         self._dtype = engines.dtype
         width = max(scale.contexts) + scale.nodes
-        self.pool = LatentPool(1, width + 1, scale.mla_rank, scale.mla_rope, self._dtype, device)
+        self.pool = LatentPool([LatentShape(scale.mla_rank, scale.mla_rope)], width + 1, self._dtype, device)
         self.pool.data.normal_()
         order = torch.randperm(width, generator=torch.Generator().manual_seed(0)) + 1
         self._table = order.int()[None].to(device)

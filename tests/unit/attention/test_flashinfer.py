@@ -23,7 +23,7 @@ from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.interface import AttentionBackend, LayerSpec, PagedRequests
 from eagle_server.attention.torch_native import TorchNativeAttention, torch_native
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, KVShape, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool, LatentShape
 from eagle_server.ops.kv import prefill_plan
 from tests.support import flashinfer_planner
 from tests.support.covering import covering
@@ -400,7 +400,7 @@ def test_what_flashinfer_cannot_compute_is_refused_with_a_way_out() -> None:
     pool, workspace = KVPool([KVShape(2, 128)], 8, torch.float32, CPU), Workspace(CPU)
     with pytest.raises(ValueError, match=r"not torch.float32: choose --dtype bfloat16"):
         FlashInferAttention(pool, workspace, heads=4, specs=FULL, limits=EAGER, module=Real())
-    latents = LatentPool(1, 8, 512, 64, torch.float32, CPU)
+    latents = LatentPool([LatentShape(512, 64)], 8, torch.float32, CPU)
     with pytest.raises(ValueError, match=r"not torch.float32"):
         FlashInferMLAAttention(latents, workspace, heads=4, specs=FULL, limits=EAGER, module=Real())
     pool = KVPool([KVShape(2, 96)], 8, torch.bfloat16, CPU)

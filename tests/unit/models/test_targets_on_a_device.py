@@ -66,7 +66,7 @@ def by_transformers(directory: Path) -> None:
 
 MAKERS: dict[str, Maker] = {
     **{name: partial(family, name) for name in CASES},
-    **{f"text of {name}": partial(wrapper, name) for name in ("gemma3", "qwen3-vl-moe")},
+    **{f"text of {name}": partial(wrapper, name) for name in wrappers.CASES},
     **{name: partial(packed, name, quantized.CONFIG) for name in quantized.FORMATS},
     **{f"{name}, experts": partial(packed, name, quantized.EXPERTS) for name in quantized.FORMATS},
     "AWQ": awq,

@@ -59,7 +59,7 @@ def assistant_config(files: DraftFiles, target: ModelConfig) -> AssistantConfig:
     last = _last_layers(target)
     for layer in range(assistant.num_layers):
         slides = bool(assistant.windows[layer])
-        shape = target.pool_layers[last[slides]] if slides in last else None
+        shape = target.kv_shapes[last[slides]] if slides in last else None
         if assistant.kv_shapes[layer] != shape:
             raise CheckpointError(
                 f"{source}: layer {layer} reads {'sliding' if slides else 'global'} layers with (KV heads, size) "
@@ -68,7 +68,7 @@ def assistant_config(files: DraftFiles, target: ModelConfig) -> AssistantConfig:
     places = tuple(KVPlace(last[bool(window)], writes=False) for window in assistant.windows)
     uses_centroids = bool(raw.get("use_ordered_embeddings"))
     return AssistantConfig(
-        layers=replace(assistant, kv_shapes=target.pool_layers, kv_places=places, dtype=target.dtype),
+        layers=replace(assistant, kv_shapes=target.kv_shapes, kv_places=places, dtype=target.dtype),
         target_hidden_size=hidden,
         centroids=integer(raw, "num_centroids", source, default=2048) if uses_centroids else 0,
         best_centroids=integer(raw, "centroid_intermediate_top_k", source, default=32) if uses_centroids else 0,

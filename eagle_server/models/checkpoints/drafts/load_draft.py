@@ -21,7 +21,7 @@ from eagle_server.models.checkpoints.loading import DEFAULT_LOADING, Loading
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.weights import open_weights, resolve_checkpoint
 from eagle_server.models.checkpoints.whole_vocabulary import WholeVocabulary
-from eagle_server.models.config import CheckpointError
+from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.layers import pack_linears
@@ -84,6 +84,20 @@ def draft_files(
     raw = read_config(directory) if (directory / _CONFIG).is_file() else {}
     stored = with_dequantized(open_weights(directory), raw, str(directory / _CONFIG))
     return DraftFiles(directory, raw, clean_names(stored, directory), overrides or {}, target)
+
+
+def own_draft(directory: Path, target: ModelConfig) -> Algorithm | None:
+    """The algorithm for which the target's own files hold all that it needs; None: there is none.
+
+    Raises:
+        CheckpointError: they hold a draft that is not supported.
+    """
+    files, row = draft_files(directory, directory), next(r for r in ALGORITHMS.values() if r.stored == "in the target")
+    form = format_of(row)
+    if not form.recognizes(files):
+        return None
+    form.kv_config(files, target)  # by the names of tensors and config.json
+    return row
 
 
 def detect(files: DraftFiles) -> Algorithm:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.cache.pool import KVPool, KVShape, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool, LatentShape
 from eagle_server.ops.kv.move import keep_accepted
 from tests.support.kernels import DEVICE, each_variant, generator, on_device, take
 
@@ -53,7 +53,7 @@ def test_accepted_nodes_move_to_the_front(
 def test_pools_move_keys_and_values_of_every_layer() -> None:
     kv = KVPool([KVShape(2, 4), KVShape(1, 6), KVShape(2, 4)], SLOTS, torch.float32, DEVICE)
     assert [tuple(keys.shape) for keys in kv.keys] == [(SLOTS, 2, 4), (SLOTS, 1, 6), (SLOTS, 2, 4)]
-    latent = LatentPool(2, SLOTS, 6, 2, torch.float32, DEVICE)
+    latent = LatentPool([LatentShape(6, 2)] * 2, SLOTS, torch.float32, DEVICE)
     for pool in (kv, latent):
         layers = pool.keys if pool is latent else (*pool.keys, *pool.values)
         for layer in layers:

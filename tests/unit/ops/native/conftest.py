@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from eagle_server.ops.native.build import compile_kernels
 THIS = "this machine"
 MACHINES = {
     "without tiles": ("-march=native", "-mno-amx-tile"),
+    "AVX-512 without VNNI": ("-march=skylake-avx512",),
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
@@ -24,6 +26,8 @@ MACHINES = {
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The library that serves on this machine, or one for lesser machines, which processes of `pytest -n` share."""
     patch = pytest.MonkeyPatch()
+    if request.param == "AVX-512 without VNNI" and "avx512bw" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX-512")
     if request.param != THIS:
         shared = tmp_path_factory.getbasetemp()
         shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,6 +298,20 @@ def test_noise_draws_and_rankings_are_torchs(vocab: int) -> None:
     exact = expected.double().log_softmax(1).topk(5)
     assert torch.equal(best, exact.indices)
     torch.testing.assert_close(logp.double(), exact.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64 processors")
+@pytest.mark.parametrize("processor", ["skylake-avx512", "cascadelake", "alderlake", "znver3", "x86-64-v2"])
+def test_the_kernels_are_cpp_for_every_processor(processor: str) -> None:
+    """Branches that this machine's compiler never sees. Skylake's servers have AVX-512 without VNNI."""
+    command = [
+        build._compiler(),
+        *build._FLAGS,
+        f"-march={processor}",
+        "-fsyntax-only",
+        str(build.SOURCES / "kernels.cpp"),
+    ]
+    subprocess.run(command, check=True)
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.cache.pool import LatentPool
+from eagle_server.cache.pool import LatentPool, LatentShape
 from eagle_server.ops.tree.attention import add_sinks, merge_states, tree_block_attention
 from eagle_server.ops.triton_support import HAS_TRITON
 from tests.support.covering import covering
@@ -139,7 +139,7 @@ def test_the_kernel_equals_its_twin_in_16_bits(shape):
 
 @interpreted
 def test_the_kernel_reads_a_latent_pool_in_place():
-    pool = LatentPool(2, SLOTS, 64, 16, torch.float32, torch.device("cpu"))
+    pool = LatentPool([LatentShape(64, 16)] * 2, SLOTS, torch.float32, torch.device("cpu"))
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(3)))
     given = case((4, 1, 80, 64, 2, 5, 8), torch.float32)
     given = Case(given.q, pool.keys[1], pool.values[1], given.slots.int(), given.mask, given.scale, given.prefix)

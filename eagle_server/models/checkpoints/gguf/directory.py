@@ -1,0 +1,221 @@
+"""A directory that stands for a GGUF file: config.json, tokenizer and an index of the tensors, made once and kept.
+
+So all that reads checkpoints reads these files, too. Files of the same names beside the GGUF file come before its own
+metadata. The tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+
+from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places, read_index
+from eagle_server.models.config import CheckpointError
+from eagle_server.ops.native.build import CACHE
+
+_VERSION = "1"  # of what is kept
+_BESIDE = ("*.json", "*.jinja", "tokenizer.model")
+_ARCHITECTURES = {  # of llama.cpp: model_type and class
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+_NEAR_EXACT = ("F32", "F16", "BF16", "Q4_0")  # what is computed as it is, but for the rounding of F16 to bfloat16
+_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_SCALINGS = ("linear", "yarn")
+_GPT2 = ("gpt-2", "gpt2")  # names of its way to split texts
+_ADVICE = "put the model's tokenizer.json beside the file, or name it: --tokenizer-path"
+
+logger = logging.getLogger(__name__)
+
+
+def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
+    """The directory that stands for a GGUF file, with its tokenizer or without.
+
+    Raises:
+        CheckpointError: the file is damaged, or its architecture or tokenizer is not supported.
+    """
+    file = file.resolve()
+    about = file.stat()
+    beside = [each for pattern in _BESIDE for each in sorted(file.parent.glob(pattern))]
+    times = [(each.name, each.stat().st_mtime_ns) for each in beside]
+    key = hashlib.sha256(
+        repr((_VERSION, str(file), about.st_size, about.st_mtime_ns, times, tokenizer)).encode()
+    ).hexdigest()
+    for base in (CACHE.parent / "gguf", Path(tempfile.gettempdir()) / f"eagle_server-{os.getuid()}" / "gguf"):
+        directory = base.expanduser() / f"{file.stem}-{key[:16]}"
+        if (directory / INDEX).is_file():
+            _warn(file, directory)
+            return directory
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".unfinished-"))
+        except OSError:
+            continue  # a cache that cannot be written
+        try:
+            _write(file, unfinished, tokenizer=tokenizer and not (file.parent / "tokenizer.json").is_file())
+            for each in beside:
+                shutil.copyfile(each, unfinished / each.name)
+            if not directory.is_dir():
+                unfinished.rename(directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        _warn(file, directory)
+        return directory
+    raise CheckpointError(f"{file}: neither {CACHE.parent} nor {tempfile.gettempdir()} can be written")
+
+
+def _warn(file: Path, directory: Path) -> None:
+    """Name the types that no kernel computes as they are."""
+    others = sorted({place.type for place in read_index(directory)[1].values()} - {*_NEAR_EXACT})
+    if others:
+        logger.warning(
+            "%s: weights in %s are multiplied out to 16 bits, as no kernel computes them as they are; --quantization "
+            "int8 or int4 rounds them again, to less memory",
+            *(file, ", ".join(others)),
+        )
+
+
+def _write(file: Path, directory: Path, *, tokenizer: bool) -> None:
+    try:
+        reader = GGUFReader(file)
+    except (ValueError, LookupError, OSError) as error:
+        raise CheckpointError(f"{file}: not a readable GGUF file ({error})") from None
+    metadata = {name: _exact(field.contents()) for name, field in reader.fields.items() if not _is_long(field)}
+    if metadata.get("split.count", 1) > 1:
+        raise CheckpointError(f"{file}: one of {metadata['split.count']} parts; join them: llama-gguf-split --merge")
+    found = {
+        tensor.name: Place(
+            tensor.name,
+            tensor.tensor_type.name,
+            [int(size) for size in reversed(tensor.shape.tolist())],
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+        )
+        for tensor in reader.tensors
+    }
+    if any(place.offset + place.size > file.stat().st_size for place in found.values()):
+        raise CheckpointError(f"{file}: ends before its tensors do; an incomplete download?")
+    factors = next((t.data.tolist() for t in reader.tensors if t.name == "rope_freqs.weight"), None)
+    config = _config(metadata, found, factors, str(file))
+    pairs = {}
+    if metadata["general.architecture"] == "llama":
+        pairs = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    named = places(found, pairs, str(file))
+    ends = [int(metadata[key]) for key in _ENDS if key in metadata]
+    (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    if ends:
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
+    if tokenizer:
+        _write_tokenizer(file, directory, metadata)
+    (directory / INDEX).write_text(json.dumps({"file": str(file), "tensors": named}), encoding="utf-8")
+
+
+def _exact(value: Any) -> Any:
+    """A number that was rounded to float32, as it was before: 1e-05 and not 9.999999747e-06."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _is_long(field: Any) -> bool:
+    """Whether it is a list of tokens, merges or the like, which takes seconds to read."""
+    return len(field.data) > 1024  # noqa: PLR2004
+
+
+def _config(
+    metadata: Mapping[str, Any], found: Mapping[str, Place], factors: list[float] | None, source: str
+) -> dict[str, Any]:
+    """config.json from the metadata."""
+    kind = metadata.get("general.architecture")
+    if kind not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{source}: the architecture {kind} is not supported in GGUF; supported are {', '.join(_ARCHITECTURES)}"
+        )
+
+    def value(key: str, default: Any = None) -> Any:
+        found = metadata.get(f"{kind}.{key}", default)
+        if found is None:
+            raise CheckpointError(f"{source}: {kind}.{key} is missing")
+        return found
+
+    model_type, architecture = _ARCHITECTURES[kind]
+    if "token_embd.weight" not in found:
+        raise CheckpointError(f"{source}: the tensor token_embd.weight is missing")
+    vocab, hidden = found["token_embd.weight"].shape
+    heads = value("attention.head_count")
+    matrices = {place.type for place in found.values() if len(place.shape) > 1}
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length"),
+        "num_hidden_layers": value("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "head_dim": value("attention.key_length", value("rope.dimension_count", hidden // heads)),
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": value("context_length"),
+        "tie_word_embeddings": "output.weight" not in found,
+        "attention_bias": "blk.0.attn_q.bias" in found,
+        "eos_token_id": metadata.get(_ENDS[0]),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "dtype": "float32" if matrices == {"F32"} else "bfloat16",
+        "rope_parameters": _rope(metadata, kind, factors, value("context_length"), source),
+    }
+    if model_type == "qwen3_moe":
+        config |= {
+            "num_experts": value("expert_count"),
+            "num_experts_per_tok": value("expert_used_count"),
+            "moe_intermediate_size": value("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # as llama.cpp computes it; the file does not say
+        }
+    elif any("_exps" in name for name in found):
+        raise CheckpointError(f"{source}: experts in the architecture {kind} are not supported in GGUF")
+    return config
+
+
+def _rope(
+    metadata: Mapping[str, Any], kind: str, factors: list[float] | None, context: int, source: str
+) -> dict[str, Any]:
+    """Llama 3.1 stores what each wavelength is multiplied by, which is LongRoPE's `short_factor`."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(metadata.get(f"{kind}.rope.freq_base", 1e4))}
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+    if factors is not None:
+        if any(not math.isfinite(factor) or factor <= 0 for factor in factors):
+            raise CheckpointError(f"{source}: rope_freqs.weight: positive numbers are expected")
+        longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        return rope | longrope | {"original_max_position_embeddings": context}
+    if scaling == "none":
+        return rope
+    if scaling not in _SCALINGS:
+        raise CheckpointError(f"{source}: {kind}.rope.scaling.type {scaling} is not supported in GGUF")
+    original = metadata.get(f"{kind}.rope.scaling.original_context_length", context)
+    factor = float(metadata.get(f"{kind}.rope.scaling.factor", 1.0))
+    return rope | {"rope_type": scaling, "factor": factor, "original_max_position_embeddings": original}
+
+
+def _write_tokenizer(file: Path, directory: Path, metadata: Mapping[str, Any]) -> None:
+    """tokenizer.json, tokenizer_config.json and the chat template, as transformers makes them from the metadata."""
+    from transformers import AutoTokenizer  # seconds of import
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    kind, split = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}:  # transformers would take GPT-2's
+        raise CheckpointError(f"{file}: how its tokenizer splits texts ({split}) is not known; {_ADVICE}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file}: its tokenizer cannot be read ({reason}); {_ADVICE}") from None

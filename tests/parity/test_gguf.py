@@ -1,0 +1,260 @@
+"""GGUF files: tensors are those of the checkpoint that was written, bit for bit, and texts are the directory's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize, quants
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from eagle_server.__main__ import _dry_run
+from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
+from eagle_server.engine.assembly.from_config import with_directory
+from eagle_server.llm import LLM
+from eagle_server.models.checkpoints.gguf import directory as module
+from eagle_server.models.checkpoints.gguf.directory import directory_of
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
+from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights
+from eagle_server.models.config import CheckpointError
+from eagle_server.text.tokenizer import load_tokenizer
+from tests.parity.checkpoints import CASES, write
+from tests.parity.test_target_parity import DenseWindows
+from tests.support.engines import CONTEXT, MARGIN, plain, request, run, tokens_of
+from tests.support.gguf_files import write_gguf
+
+FAMILIES = ["llama", "llama-tied", "llama-biases-of-attention", "qwen2", "qwen3", "qwen3-moe"]
+KINDS = ["BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE", tmp_path_factory.mktemp("cache") / "kernels")
+
+
+def checkpoint(name: str, directory: Path) -> Path:
+    if name == "llama-biases-of-attention":
+        write(CASES["llama"], directory, attention_bias=True)
+    elif name == "qwen3-moe":
+        write(CASES[name], directory, norm_topk_prob=True)  # as llama.cpp computes it; files do not say
+    else:
+        write(CASES[name], directory)
+    (directory / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
+    return directory
+
+
+def opened(source: Path, kind: str = "F32", **given: Any) -> Path:
+    """The directory for a GGUF file that stands alone, but for a tokenizer."""
+    (source.parent / "gguf").mkdir(exist_ok=True)
+    (source.parent / "gguf" / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
+    return directory_of(write_gguf(source, source.parent / "gguf" / f"model-{kind}.gguf", kind, **given))
+
+
+@torch.inference_mode()
+def logits(directory: Path) -> torch.Tensor:
+    target: Any = load_target(directory, Loading(progress=False, pack=False), dtype="float32")
+    tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1))
+    hidden = target(tokens, torch.arange(20), DenseWindows(1, 20)).hidden
+    return target.logits(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensors_and_logits_are_the_directorys(name: str, tmp_path: Path) -> None:
+    source = checkpoint(name, tmp_path / "source")
+    directory = opened(source)
+    stored, expected = open_weights(directory), load_file(source / "model.safetensors")
+    assert set(stored) == set(expected)
+    assert all(torch.equal(stored[key].read(), tensor) for key, tensor in expected.items())
+    assert torch.equal(logits(directory), logits(source))
+
+
+def test_llama_3s_frequencies_are_those_of_the_file(tmp_path: Path) -> None:
+    source = checkpoint("llama-llama3", tmp_path / "source")
+    target: Any = load_target(source, Loading(progress=False), dtype="float32")
+    rope = json.loads((source / "config.json").read_text())["rope_parameters"]
+    usual = rope["rope_theta"] ** (-torch.arange(0, target.config.head_dim, 2) / target.config.head_dim)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = write(CASES["llama-llama3"], tmp_path / "again").config
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    directory = opened(source, more={"rope_freqs.weight": (usual / scaled).numpy()})
+    torch.testing.assert_close(logits(directory), logits(source), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_read_as_the_package_reads_it(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint("llama", tmp_path / "source")
+    with caplog.at_level(logging.WARNING):
+        opened(source, kind)
+        caplog.clear()  # every start says it
+        stored = open_weights(directory_of(tmp_path / "gguf" / f"model-{kind}.gguf"))
+    quantized = GGMLQuantizationType[kind]
+    for name, tensor in load_file(source / "model.safetensors").items():
+        expected = tensor
+        if tensor.dim() > 1:  # rounding by rows does not depend on their order
+            expected = torch.from_numpy(dequantize(quants.quantize(tensor.numpy(), quantized), quantized))
+        assert torch.equal(stored[name].read().float(), expected), name
+    assert ("multiplied out to 16 bits" in caplog.text) == (kind not in ("BF16", "F16", "Q4_0"))
+
+
+def test_q4_0_is_computed_as_it_is(tmp_path: Path) -> None:
+    """Its integers are packed for the native kernels, and speculative texts are plain ones."""
+    directory = opened(checkpoint("llama", tmp_path / "source"), "Q4_0")
+    for name, tensor in open_weights(directory).items():
+        if len(tensor.shape) > 1:
+            assert isinstance(tensor, QuantizedTensor), name
+            assert torch.equal(tensor.load().dense(), tensor.read())  # type: ignore[union-attr]
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    assert target.is_fused and target.layers[0].mlp.down.weight.numel() == 0
+    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
+    texts = tokens_of(run(plain(target), requests))
+    assert tokens_of(run(plain(target, ngram_steps=4, nodes=6), requests)) == texts
+
+
+def test_the_demo_has_its_text_with_its_head(tmp_path: Path) -> None:
+    """The file alone in a directory, beside the tokenizer."""
+    (tmp_path / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
+    write_gguf(DEMO_TARGET, tmp_path / "demo.gguf")
+    asked: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "use_tqdm": False}
+    expected = LLM(progress=False, max_total_tokens=2048).generate("def area(radius):\n", **asked)
+    for path in (tmp_path / "demo.gguf", tmp_path):
+        llm = LLM(str(path), speculative_draft_model_path=str(DEMO_DRAFT), max_total_tokens=2048, progress=False)
+        found = llm.generate("def area(radius):\n", **asked)
+        assert found[0].outputs[0].text == expected[0].outputs[0].text
+
+
+def test_options_and_a_dry_run_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint("llama", tmp_path / "source")
+    file = write_gguf(source, tmp_path / "toy.Q4_0.gguf", "Q4_0")
+    (tmp_path / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
+    config = parse_args(["--model-path", str(file), "--device", "cpu"], environ={})
+    assert with_directory(config).served_model_name == config.served_model_name == "toy.Q4_0"
+    assert _dry_run(config)["memory"]["fits"] is True
+    with pytest.raises(SystemExit):
+        parse_args(["--model-path", str(tmp_path / "other.gguf")], environ={})
+    assert "no such directory or GGUF file" in capsys.readouterr().err
+
+
+def test_the_directory_is_made_once_and_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = checkpoint("llama", tmp_path / "source")
+    first = opened(source)
+    made = (first / "gguf.json").stat().st_mtime_ns
+    file = tmp_path / "gguf" / "model-F32.gguf"
+    assert directory_of(file) == first and (first / "gguf.json").stat().st_mtime_ns == made
+    (tmp_path / "gguf" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    second = directory_of(file)
+    assert second != first and json.loads((second / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    write_gguf(source, file, "BF16")
+    assert directory_of(file) not in (first, second)
+    monkeypatch.setattr(module, "CACHE", Path("/proc/none/kernels"))
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    assert directory_of(file).is_relative_to(tmp_path / "tmp")
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/proc/none")
+    with pytest.raises(CheckpointError, match="can be written"):
+        directory_of(file)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"values": {"general.architecture": "mamba"}}, "architecture mamba is not supported in GGUF; supported are"),
+        ({"values": {"attention.head_count": None}}, "llama.attention.head_count is missing"),
+        ({"values": {"rope.scaling.type": "other"}}, "rope.scaling.type other is not supported"),
+        ({"values": {"split.count": 2}}, "one of 2 parts; join them"),
+        ({"more": {"blk.0.attn_sinks.weight": torch.ones(4).numpy()}}, "blk.0.attn_sinks.weight is not known"),
+        ({"more": {"blk.0.ffn_up_exps.weight": torch.ones(2, 4, 4).numpy()}}, "experts in the architecture llama"),
+        ({"more": {"rope_freqs.weight": torch.zeros(8).numpy()}}, "positive numbers are expected"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_served_is_named(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    source = checkpoint("llama", tmp_path / "source")
+    with pytest.raises(CheckpointError, match=reason):
+        opened(source, **given)
+    assert not [*(module.CACHE.parent / "gguf").iterdir()]  # nothing is left of it
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model" * 100])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"x\.gguf: not a readable GGUF file"):
+        directory_of(tmp_path / "x.gguf")
+
+
+def test_a_file_that_ends_too_soon_is_named(tmp_path: Path) -> None:
+    file = write_gguf(checkpoint("llama", tmp_path / "source"), tmp_path / "x.gguf")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"x\.gguf: (ends before its tensors do|not a readable)"):
+        directory_of(file)
+
+
+def test_a_file_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    source = checkpoint("llama", tmp_path / "source")
+    file = write_gguf(source, tmp_path / "x.gguf")
+    with pytest.raises(CheckpointError, match=r"put the model's tokenizer\.json beside the file, or name it"):
+        directory_of(file)
+    config = parse_args(["--model-path", str(file), "--tokenizer-path", str(DEMO_TARGET)], environ={})
+    assert (Path(with_directory(config).target_path) / "config.json").is_file()
+    unknown = {"pre": "new", "tokens": ["a", "b"], "types": [1, 1], "merges": []}
+    with pytest.raises(CheckpointError, match=r"how its tokenizer splits texts \(new\) is not known"):
+        directory_of(write_gguf(source, tmp_path / "y.gguf", tokenizer=unknown))
+
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = [
+    "Hello, world! It's 2026.",
+    "  spaces\n\nand\ttabs ",
+    "ÄÖÜ ß 中文 😀",
+    "<|im_start|>user\nhi<|im_end|>",
+    "a1b22c333",
+]
+
+
+def test_the_tokenizer_of_the_file_is_the_original(tmp_path: Path) -> None:
+    original = Tokenizer(models.BPE())
+    original.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    original.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    original.train_from_iterator([*TEXTS, "hello user spaces and tabs world"] * 4, trainer)
+    state = json.loads(original.to_str())
+    tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].__getitem__)
+    source = tmp_path / "source"
+    write(CASES["qwen2"], source, vocab_size=len(tokens), eos_token_id=1)
+    described = {
+        "pre": "qwen2",
+        "tokens": tokens,
+        "types": [3 if token in special else 1 for token in tokens],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]],
+    }
+    directory = directory_of(
+        write_gguf(
+            source, tmp_path / "x.gguf", tokenizer=described, values={"tokenizer.chat_template": "{{ messages }}"}
+        )
+    )
+    found = load_tokenizer(str(directory))
+    for text in TEXTS:
+        assert found.encode(text, special=False) == original.encode(text, add_special_tokens=False).ids
+        assert found.decode(found.encode(text, special=False), special=True) == text
+    assert json.loads((directory / "generation_config.json").read_text()) == {"eos_token_id": [1]}
+    assert (directory / "chat_template.jinja").read_text() == "{{ messages }}"
