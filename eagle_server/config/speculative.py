@@ -84,6 +84,11 @@ class SpeculativeSection(Section):
     token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
         default=None, description="FR-Spec: a file of frequent token ids; the draft proposes only these"
     )
+    draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+        default="auto",
+        description="round the weights of the draft alone, as --quantization does; texts stay the same, fewer drafts "
+        "may be accepted; none: keep them; auto: as the target's, or int8 where native kernels compute (on CPUs)",
+    )
     draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
         default=None, description="a JSON object; its values replace those of the draft's config.json"
     )

@@ -19,6 +19,9 @@ from eagle_server.engine.engine_config import Backend
 from eagle_server.machine import usable_cores, usable_memory
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
+from eagle_server.ops.linear.packed import why_not_computed
+from eagle_server.ops.linear.quantize import Quantization
+from eagle_server.ops.native.library import available
 from eagle_server.ops.triton_support import NoCompilerError
 from eagle_server.speculation.tree_config import TreeConfig, extend_widths
 from eagle_server.worker.graphs import bucket_sizes
@@ -130,6 +133,23 @@ def load_kernels(device: torch.device, *models: ModelConfig) -> None:
             backends.load_kernels(model, device)
         except MissingModuleError as error:
             raise ConfigError(f"{error}; or choose --attention-backend torch_native, which is slower") from error
+
+
+def rounding_of_draft(config: Config, device: torch.device, dtype: torch.dtype) -> Quantization | None:
+    """How the draft's weights are rounded while they are loaded; None: they are not.
+
+    On a CPU a head in int8 takes half the time and drafts as well: a chain of 5 is 1.1 to 1.2 times as fast with it.
+
+    Raises:
+        ConfigError: no kernels compute so here.
+    """
+    asked = config.speculative.draft_quantization
+    if asked == "auto":
+        natively = config.device.cpu_kernels != "torch" and available(device, dtype)
+        return config.model.quantization or ("int8" if natively else None)
+    if asked != "none" and (unable := why_not_computed(asked, device, dtype)) is not None:
+        raise ConfigError(f"--speculative-draft-quantization {asked}: {unable}")
+    return None if asked == "none" else asked
 
 
 def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *, capped: bool = False) -> Backend:

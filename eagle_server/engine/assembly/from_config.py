@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from eagle_server.engine.assembly.devices import (
     as_served,
     load_kernels_early,
     resolve_device,
+    rounding_of_draft,
     threads_for,
 )
 from eagle_server.engine.assembly.follow import assemble_follower
@@ -177,10 +178,11 @@ def load_models(
 def _load_draft(config: Config, target: Target, how: Loading) -> DraftModel:
     assert config.draft_path is not None
     token_map, began = config.speculative.token_map, time.perf_counter()
+    rounding = rounding_of_draft(config, target.embed.device, target.config.dtype)
     draft = load_draft(
         config.draft_path,
         target,
-        how,
+        replace(how, quantization=rounding),
         algorithm=config.speculative.head_algorithm,
         token_map=None if token_map is None else resolve_file(token_map),
         overrides=config.speculative.draft_config_override,

@@ -19,6 +19,7 @@ from eagle_server.engine.assembly.devices import (
     memory_for_kv,
     resolve_backend,
     resolve_device,
+    rounding_of_draft,
 )
 from eagle_server.engine.assembly.from_config import with_own_drafts
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
@@ -71,7 +72,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     ranks, draft = config.device.tp_size, 0
     native = config.device.cpu_kernels != "torch" and available(device, dtype)
     if config.draft_path not in (None, config.target_path):  # the target's files may hold its draft
-        draft = weight_bytes(config.draft_path, dtype, config.model.quantization, native=native)
+        draft = weight_bytes(config.draft_path, dtype, rounding_of_draft(config, device, dtype), native=native)
     if config.draft_path is not None and ranks > 1:
         draft += 2 * target.vocab_size * target.hidden_size * dtype.itemsize
     layers = None if config.draft_path == config.target_path else target.num_layers

@@ -11,7 +11,14 @@ from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE, STATIC_TREE_OPTIONS
 from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.assembly.backends import caps_scores
-from eagle_server.engine.assembly.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
+from eagle_server.engine.assembly.devices import (
+    graph_memory,
+    graph_sizes,
+    load_kernels,
+    memory_for_kv,
+    resolve_backend,
+    rounding_of_draft,
+)
 from eagle_server.engine.assembly.pools import CheckpointPlan, bytes_per_slot, state_bytes
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import CHUNK_LIMIT, ModelConfig
@@ -253,6 +260,9 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
     )
     tree, speculative = resolved.tree, values["speculative"]
     speculative.update(algorithm=resolved.algorithm)
+    if config.draft_path is not None:
+        rounding = rounding_of_draft(config, target.embed.device, target.config.dtype)
+        speculative.update(draft_quantization=rounding or "none")
     if config.speculates:
         speculative.update(
             num_steps=tree.model_steps,

@@ -191,7 +191,8 @@ def test_medusa_heads_without_a_config_are_counted(tmp_path: Path) -> None:
     save_file({"0.1.weight": torch.zeros(64, 32)}, tmp_path / "medusa_lm_head.safetensors")
     assert weight_bytes(str(tmp_path), torch.bfloat16, native=True) == 64 * 32 * 2
     flags = ["--model-path", str(DEMO_TARGET), "--speculative-draft-model-path", str(tmp_path)]
-    estimate = memory_estimate(parse_args([*flags, "--speculative-algorithm", "MEDUSA"], environ={}))
+    flags += ["--speculative-algorithm", "MEDUSA", "--speculative-draft-quantization", "none"]
+    estimate = memory_estimate(parse_args(flags, environ={}))
     assert (
         estimate["draft_weights"]
         == 64 * 32 * load_target(str(DEMO_TARGET), Loading(progress=False)).config.dtype.itemsize
