@@ -181,7 +181,7 @@ class TreeDrafting:
         least = self._least_left
         able = [may and each.tokens_left >= least for each, may in may_draft]
         budget = self.budget.choose(batch.decodes, able)
-        if self.batches.accepted_tokens.backlog_bytes:
+        if self.batches.has_backlog:
             budget = replace(budget, drafting=self._with_room(batch, budget.drafting))
         if self.batches.sizes or budget.is_lesson:
             return budget  # captured drafters have the depths of their graphs only
@@ -192,7 +192,7 @@ class TreeDrafting:
         """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""
         room, kept = _BACKLOG_ROWS, list[int]()
         for i in drafting:
-            length = self.batches.accepted_tokens.backlog_length(batch.decodes[i].req_pool_index)
+            length = self.batches.backlog_length(batch.decodes[i])
             if length <= room or not kept:
                 kept.append(i)
                 room -= length

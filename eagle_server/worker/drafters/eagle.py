@@ -57,6 +57,7 @@ class EagleDrafter:
         self._native = self._native_head()
         rows = (setup.requests, tree.steps + 1)
         self._states = None if head.num_layers == 1 else RowStates(head, *rows, setup.device)
+        self.reads_late = self._states is None
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of draft steps."""
