@@ -254,9 +254,10 @@ class UnreadPrompts:
             self._forward[slots], self._row[slots] = self._added, np.arange(first, first + known)
             self._left[self._added] += known
             first += len(chunk.tokens)
-        self._features[self._added] = features
-        self._bytes += features.untyped_storage().nbytes()
-        self._added += 1
+        if self._left[self._added]:
+            self._features[self._added] = features
+            self._bytes += features.untyped_storage().nbytes()
+            self._added += 1
 
     def rows(self, decode: Decode, table: NDArray[np.int32]) -> int:
         """About how many rows the request must read before it drafts."""

@@ -89,6 +89,12 @@ def test_features_have_bounded_room() -> None:
     assert it.has_room
 
 
+def test_a_last_token_alone_leaves_nothing_to_read() -> None:
+    it, slots = UnreadPrompts(SLOTS, 1, ROOM), table(range(10, 20))
+    add(it, slots, (0, 5, 6))
+    assert it.is_empty
+
+
 def rows_read(engine: Engine) -> list[int]:
     """A list that receives the number of rows of each call that reads prompts."""
     rows, drafter = list[int](), engine.worker.drafter
