@@ -76,7 +76,7 @@ class TreeDrafting:
             cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
             return
         with clock.stage("extend"):
-            backlog = self.batches.backlog(drafting.decodes)
+            backlog = self.batches.backlog(drafting.decodes) if self.batches.has_backlog else None
             if backlog is not None:
                 cycle.extended = sum(backlog.rows.counts)
                 self.drafter.prefill(backlog)
@@ -182,18 +182,19 @@ class TreeDrafting:
         able = [may and each.tokens_left >= least for each, may in may_draft]
         budget = self.budget.choose(batch.decodes, able)
         if self.batches.has_backlog:
-            budget = replace(budget, drafting=self._with_room(batch, budget.drafting))
+            budget = replace(budget, drafting=self._with_room(batch, budget))
         if self.batches.sizes or budget.is_lesson:
             return budget  # captured drafters have the depths of their graphs only
         reach = max((batch.decodes[i].tokens_left - 1 for i in budget.drafting), default=0)
         return budget if reach >= budget.steps else replace(budget, steps=reach)
 
-    def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
-        """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""
+    def _with_room(self, batch: DecodeBatch, budget: CycleBudget) -> tuple[int, ...]:
+        """The requests whose backlogs are computed in this cycle, if these pay. Others may draft in later cycles."""
         room, kept = _BACKLOG_ROWS, list[int]()
-        for i in drafting:
-            length = self.batches.backlog_length(batch.decodes[i])
-            if length <= room or not kept:
+        for i in budget.drafting:
+            decode = batch.decodes[i]
+            length = self.batches.backlog_length(decode)
+            if length <= budget.most_read * decode.tokens_left and (length <= room or not kept):
                 kept.append(i)
                 room -= length
         return tuple(kept)

@@ -158,12 +158,12 @@ class AcceptedTokens:
         segments = self._segments.get(req_pool_index)
         return 0 if segments is None else segments[-1].start - segments[0].start
 
-    def backlog(self, req_pool_index: int) -> tuple[int, Tensor] | None:
-        """First position and features [n, F] of the entries that draft-extend does not reach. None: there are none."""
+    def backlog(self, req_pool_index: int) -> list[tuple[int, Tensor]]:
+        """First position and features [n, F] of the entries that draft-extend does not reach. []: there are none."""
         segments = self._segments.get(req_pool_index, [])
         if len(segments) < 2:  # noqa: PLR2004  the newest one is for draft-extend
-            return None
-        return segments[0].start, _joined(segments)
+            return []
+        return [(segments[0].start, _joined(segments))]
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,7 @@ class UnreadPrompts:
     def _forget_slots(self, slots: NDArray[Any]) -> None:
         forwards, counts = np.unique(self._forward[slots], return_counts=True)
         self._forward[slots] = -1
-        for number, count in zip(forwards.tolist(), counts.tolist(), strict=True):
+        for number, count in zip(map(int, forwards), map(int, counts), strict=True):
             self._left[number] -= count
             if number >= 0 and not self._left[number]:
                 self._bytes -= self._features.pop(number).untyped_storage().nbytes()

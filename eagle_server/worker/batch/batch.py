@@ -223,14 +223,8 @@ class Batches:
             size = batch.size  # the shape was captured for the size of the whole batch
             some = [batch.decodes[i] for i in budget.drafting]
             batch = self.decode(some, drafting=True, size=size if size in self.sizes else 0)
-        return replace(
-            batch,
-            ranking=self._ranking(batch),
-            steps=budget.steps,
-            nodes=budget.nodes,
-            topk=budget.topk,
-            least_logp=budget.least_logp if cut else -math.inf,
-        )
+        least_logp = budget.least_logp if cut else -math.inf
+        return replace(batch, ranking=self._ranking(batch), least_logp=least_logp, **budget.shape._asdict())
 
     @property
     def has_backlog(self) -> bool:
@@ -244,20 +238,16 @@ class Batches:
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
         """What the drafter has not read of the requests' texts, for its prefill; None: there is nothing."""
-        if not self.has_backlog:
-            return None
         pieces, features = list[tuple[int, int, Sequence[int]]](), list[Tensor]()
         for decode in decodes:
-            kept = self.unread.take(decode, self.table.slots)
-            accepted = self.accepted_tokens.backlog(decode.req_pool_index)
-            for start, rows in [*kept, accepted] if accepted is not None else kept:
+            unread = self.unread.take(decode, self.table.slots)
+            for start, rows in unread + self.accepted_tokens.backlog(decode.req_pool_index):
                 pieces.append((decode.req_pool_index, start, decode.all_tokens[start + 1 : start + 1 + len(rows)]))
                 features.append(rows)
         if not pieces:
             return None
-        pairs = partial(prompt_batch, pieces, self.table.tensor)
         prompts = prompt_batch([(index, start + 1, tokens) for index, start, tokens in pieces], self.table.tensor)
-        return Prompts((), prompts, pairs, torch.cat(features))
+        return Prompts((), prompts, partial(prompt_batch, pieces, self.table.tensor), torch.cat(features))
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The rows of all chunks for the target."""
@@ -406,6 +396,5 @@ class Batches:
         return self._sampling[drafting][1]
 
     def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
-        return (
-            replace(sampling, penalizer_state=self.penalizers.state_of(scheduled)) if sampling.transforms else sampling
-        )
+        state = self.penalizers.state_of(scheduled) if sampling.transforms else None
+        return sampling if state is None else replace(sampling, penalizer_state=state)

@@ -42,6 +42,7 @@ class CycleBudget:
     drafting: which decodes draft, in order. steps: levels of their trees. nodes: the most nodes of a tree, root
     included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose path has a
     smaller chance (its log) are not verified. is_lesson: whole trees are drafted, and estimates and budget learn.
+    most_read: rows that a request may have to read before it drafts, for each token that it may get.
     """
 
     drafting: tuple[int, ...]
@@ -50,6 +51,7 @@ class CycleBudget:
     topk: int = 0
     least_logp: float = -math.inf
     is_lesson: bool = False
+    most_read: float = math.inf
 
     @property
     def shape(self) -> TreeShape:
@@ -162,6 +164,7 @@ class _Choice:
     nodes: int = 1
     topk: int = 0
     least_logp: float = 0.0
+    most_read: float = math.inf
 
 
 @dataclass
@@ -285,7 +288,8 @@ class AdaptiveBudget:
         if self.shapes and wanted:
             wanted = candidates
         if not lesson:
-            return CycleBudget(tuple(wanted), choice.steps, choice.nodes, choice.topk, choice.least_logp)
+            shape = choice.steps, choice.nodes, choice.topk
+            return CycleBudget(tuple(wanted), *shape, choice.least_logp, most_read=choice.most_read)
         # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
         largest, first = self.largest(requests), self.policy.first_lessons
         is_new = [trees < first for trees in self.prospects.trees(largest)]
@@ -308,11 +312,11 @@ class AdaptiveBudget:
         if isinstance(outcome, LessonOutcome):
             self.prospects.learn(outcome, self.lessons.cycle)
             self.estimates.learn(outcome)
-        if outcome.waited < LONGEST_WAIT:
+        is_observed = outcome.is_measured and (outcome.is_lesson or self.lessons.is_measured)
+        predicted = self.costs.learn(outcome) if is_observed else 0.0
+        if outcome.waited < LONGEST_WAIT and (self.costs.joins.is_known or not outcome.joined):
             self._compare(outcome)
-        if not outcome.is_measured or outcome.joined or not (outcome.is_lesson or self.lessons.is_measured):
-            return 0.0
-        return self.costs.learn(outcome)
+        return predicted
 
     def _compare(self, outcome: Outcome) -> None:
         """Measure the speed of this cycle without its prompts."""
@@ -384,8 +388,8 @@ class AdaptiveBudget:
         choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
         if choice.rate <= plain:
             return choice
-        least_logp = float(seen.least_logp[place])
-        return replace(choice, steps=shape.steps, nodes=shape.nodes, topk=shape.topk, least_logp=least_logp)
+        least_logp, most_read = float(seen.least_logp[place]), (1 / plain - 1 / choice.rate) / costs.reading
+        return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read)
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,
