@@ -16,7 +16,7 @@ from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
-from eagle_server.worker.budget.budget import Budget, CycleBudget
+from eagle_server.worker.budget.budget import UNOBSERVED, Budget, CycleBudget
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.cycle import Cycle
@@ -181,9 +181,9 @@ class TreeDrafting:
         least = self._least_left
         able = [may and each.tokens_left >= least for each, may in may_draft]
         budget = self.budget.choose(batch.decodes, able)
-        if self.batches.has_backlog:
+        if budget.drafting and self.batches.has_backlog:
             budget = replace(budget, drafting=self._with_room(batch, budget))
-        if self.batches.sizes or budget.is_lesson:
+        if self.batches.sizes or budget.is_lesson or not budget.drafting:
             return budget  # captured drafters have the depths of their graphs only
         reach = max((batch.decodes[i].tokens_left - 1 for i in budget.drafting), default=0)
         return budget if reach >= budget.steps else replace(budget, steps=reach)
@@ -202,7 +202,7 @@ class TreeDrafting:
     def learn(self, cycle: Cycle, decodes: Sequence[SequenceOutput]) -> None:
         """Learn from a cycle whose results are on the host, and say in its record what was expected."""
         ended, self._ended = self._ended, time.perf_counter()
-        if cycle.plan.warm_up is not None or not cycle.plan.decodes:
+        if cycle.plan.warm_up is not None or not cycle.plan.decodes or cycle.budget is UNOBSERVED:
             return
         if cycle.estimated is not None:
             logp = cycle.host.array("estimates")[: len(cycle.budget.drafting)]

@@ -59,6 +59,7 @@ class CycleBudget:
 
 
 NOTHING = CycleBudget((), 0, 1)
+UNOBSERVED = replace(NOTHING)  # the same, and the cycle teaches nothing new
 
 
 class Budget(Protocol):
@@ -255,7 +256,10 @@ class AdaptiveBudget:
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         lesson = self.lessons.next(decodes, self.largest(len(decodes)))
         budget = self._chosen(decodes, able, lesson=lesson)
-        return replace(budget, is_lesson=True) if lesson else budget
+        if lesson:
+            return replace(budget, is_lesson=True)
+        is_known = self._measured[1].cycles >= self.policy.plain_cycles and not self.lessons.is_measured
+        return budget if budget.drafting or not is_known else UNOBSERVED
 
     def _chosen(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool) -> CycleBudget:
         """What is best for these requests. A lesson has the largest trees."""
@@ -322,8 +326,10 @@ class AdaptiveBudget:
         """Measure the speed of this cycle without its prompts."""
         seconds = outcome.seconds - outcome.stages.get(PREFILL, 0.0) - self.costs.joining(outcome)
         if not outcome.drafting:
-            self._credit += self.policy.probe_share * seconds
-            self._measured[1].add(outcome.tokens, seconds)
+            plain = self._measured[1]
+            is_one_of_several = plain.cycles >= self.policy.plain_cycles and not outcome.is_lesson
+            self._credit += self.policy.probe_share * seconds * (self.policy.observed_every if is_one_of_several else 1)
+            plain.add(outcome.tokens, seconds)
         elif not outcome.is_lesson:
             self._measured[0].add(outcome.tokens, seconds)
         elif self._probes and not self._choice.steps:  # what it took longer than a plain cycle
@@ -386,7 +392,7 @@ class AdaptiveBudget:
         option, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
         shape = seen.options[option]
         choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
-        if choice.rate <= plain:
+        if choice.rate <= self.policy.least_expected * plain:
             return choice
         least_logp, most_read = float(seen.least_logp[place]), (1 / plain - 1 / choice.rate) / costs.reading
         return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read)
