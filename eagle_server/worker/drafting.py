@@ -189,12 +189,15 @@ class TreeDrafting:
         return budget if reach >= budget.steps else replace(budget, steps=reach)
 
     def _with_room(self, batch: DecodeBatch, budget: CycleBudget) -> tuple[int, ...]:
-        """The requests whose backlogs are computed in this cycle, if these pay. Others may draft in later cycles."""
+        """The requests whose backlogs are computed in this cycle. Others draft in later cycles; none if all together
+        have more to read than their drafts will save.
+        """
+        lengths = {i: self.batches.backlog_length(batch.decodes[i]) for i in budget.drafting}
+        if sum(lengths.values()) > budget.most_read * sum(batch.decodes[i].tokens_left for i in lengths):
+            return ()
         room, kept = _BACKLOG_ROWS, list[int]()
-        for i in budget.drafting:
-            decode = batch.decodes[i]
-            length = self.batches.backlog_length(decode)
-            if length <= budget.most_read * decode.tokens_left and (length <= room or not kept):
+        for i, length in lengths.items():
+            if length <= room or not kept:
                 kept.append(i)
                 room -= length
         return tuple(kept)

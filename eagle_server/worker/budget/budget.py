@@ -392,7 +392,7 @@ class AdaptiveBudget:
         option, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
         shape = seen.options[option]
         choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
-        if choice.rate <= self.policy.least_expected * plain:
+        if choice.rate <= plain:
             return choice
         least_logp, most_read = float(seen.least_logp[place]), (1 / plain - 1 / choice.rate) / costs.reading
         return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read)

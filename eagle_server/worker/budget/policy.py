@@ -24,7 +24,6 @@ class BudgetPolicy:
     probe_chance: float = 0.5  # [never] least chance that a node of theirs must have to be verified
 
     # Chances of acceptance.
-    least_expected: float = float(__import__("os").environ.get("LEAST", "1.0"))
     forgetting: float = 250.0  # [sooner] cycles after which a tree counts 1 / e of a new one in what the next may give
     first_chance: float = 0.7  # [out] that a chain's next node is accepted, before the first lesson
     prior: float = 4.0  # [out] weight of the ratio over all depths in each bin, in expected acceptances
