@@ -231,7 +231,8 @@ class CostModel:
 
     def wait(self, seconds: float) -> None:
         """All but the target's forward took `seconds` in a cycle without drafts."""
-        self.between += 2 * self.policy.rate * (seconds - self.between)
+        most = self.policy.outlier * self.between if self.between else seconds
+        self.between += 2 * self.policy.rate * (min(seconds, most) - self.between)
 
     def describe(self, largest: int) -> dict[str, Any]:
         """The curves for /v1/server_info."""
