@@ -107,7 +107,7 @@ def assemble(
         config = replace(config, checkpoints=0, checkpoint_interval=0)
     if ranks is not None:
         send_setup(ranks, config)
-    reads_late = drafter.reads_late and not mirrors(device)
+    reads_late = drafter.reads_late and not (graphs.captures or mirrors(device))  # what runs ahead reads nothing
     unread = UnreadPrompts(config.kv_slots, config.page_size, UNREAD_BYTES if reads_late else 0)
     kv = _kv_cache(config, pools, device, events, unread, shared=ranks is not None)
     shapes = _shapes(config, drafter.widest)

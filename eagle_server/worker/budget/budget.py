@@ -29,6 +29,7 @@ from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.budget.prospects import Floats, Prospects
+from eagle_server.worker.budget.speed import MeasuredSpeed
 from eagle_server.worker.clock import PREFILL
 from eagle_server.worker.first_drafts import FirstDrafts
 
@@ -168,43 +169,6 @@ class _Choice:
     most_read: float = math.inf
 
 
-@dataclass
-class _Speed:
-    """A measured speed. Older cycles weigh less in tokens, seconds and weight."""
-
-    policy: BudgetPolicy
-    until: int  # the cycle in which it is measured anew
-    losses: int = 0  # comparisons that it lost
-    tokens: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0
-    cycles: int = 0
-
-    def restart(self) -> None:
-        """Measure anew."""
-        self.tokens = self.seconds = self.weight = 0.0
-        self.cycles = 0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """One more cycle."""
-        if self.weight:
-            seconds = min(seconds, self.policy.outlier * self.seconds / self.weight)
-        kept = 1 - 1 / self.policy.window
-        self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
-        self.weight, self.cycles = kept * self.weight + 1, self.cycles + 1
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether it suffices to compare drafting."""
-        return self.cycles >= self.policy.drafted_cycles
-
-    def loses(self, plain: _Speed) -> bool:
-        """Whether drafting, measured by this one, was slower beyond doubt."""
-        if plain.cycles < self.policy.plain_cycles or not self.is_enough:
-            return False
-        return self.tokens * plain.seconds < self.policy.least_measured * plain.tokens * self.seconds
-
-
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
@@ -243,7 +207,7 @@ class AdaptiveBudget:
         self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
-        self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
+        self._speeds: dict[tuple[int, ...], MeasuredSpeed] = {}  # by load, of plain decoding without the levels
         # Of the newest cycle: size of the batch (requests beyond the largest; without sizes round(2 log2(requests))),
         # round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
@@ -258,8 +222,11 @@ class AdaptiveBudget:
         budget = self._chosen(decodes, able, lesson=lesson)
         if lesson:
             return replace(budget, is_lesson=True)
-        is_known = self._measured[1].cycles >= self.policy.plain_cycles and not self.lessons.is_measured
-        return budget if budget.drafting or not is_known else UNOBSERVED
+        return (
+            budget
+            if budget.drafting or self.lessons.is_measured or not self._measured[1].is_plain_known
+            else UNOBSERVED
+        )
 
     def _chosen(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool) -> CycleBudget:
         """What is best for these requests. A lesson has the largest trees."""
@@ -285,7 +252,7 @@ class AdaptiveBudget:
             kv = float(sum(decode.seq_len for decode in decodes))
             choice = self._choices[self._load] = self._best(rows, most_steps, requests, kv)
         self._choice = choice
-        if choice.steps and measured.is_enough and plain.cycles < self.policy.plain_cycles and not lesson:
+        if choice.steps and measured.is_enough and not plain.is_plain_known and not lesson:
             return NOTHING  # the model may be wrong, so plain decoding is measured whatever it says
         least, best = math.exp(choice.least_logp), self.prospects.best
         wanted = [n for n, row in zip(candidates, rows, strict=True) if choice.steps and best[row] >= least]
@@ -326,16 +293,15 @@ class AdaptiveBudget:
         """Measure the speed of this cycle without its prompts."""
         seconds = outcome.seconds - outcome.stages.get(PREFILL, 0.0) - self.costs.joining(outcome)
         if not outcome.drafting:
-            plain = self._measured[1]
-            is_one_of_several = plain.cycles >= self.policy.plain_cycles and not outcome.is_lesson
-            self._credit += self.policy.probe_share * seconds * (self.policy.observed_every if is_one_of_several else 1)
-            plain.add(outcome.tokens, seconds)
+            stands_for = self.policy.observed_every if self._measured[1].is_plain_known and not outcome.is_lesson else 1
+            self._credit += self.policy.probe_share * seconds * stands_for
+            self._measured[1].add(outcome.tokens, seconds)
         elif not outcome.is_lesson:
             self._measured[0].add(outcome.tokens, seconds)
         elif self._probes and not self._choice.steps:  # what it took longer than a plain cycle
             self._credit -= max(0.0, seconds - len(outcome.decodes) / self._choice.plain)
 
-    def _is_refuted(self, drafting: _Speed, plain: _Speed) -> bool:
+    def _is_refuted(self, drafting: MeasuredSpeed, plain: MeasuredSpeed) -> bool:
         """Whether drafting was measured to be slower, again and again: other processes may have slowed down one."""
         if drafting.loses(plain) and drafting.losses < self.policy.losses:
             drafting.losses += 1
@@ -344,11 +310,11 @@ class AdaptiveBudget:
                 plain.restart()
         return drafting.losses == self.policy.losses and drafting.loses(plain)
 
-    def _speed(self, *load: int) -> _Speed:
+    def _speed(self, *load: int) -> MeasuredSpeed:
         """What was measured for such a load."""
         speed = self._speeds.get(load)
         if speed is None or self.lessons.cycle >= speed.until:
-            speed = self._speeds[load] = _Speed(self.policy, self.lessons.cycle + self.policy.period)
+            speed = self._speeds[load] = MeasuredSpeed(self.policy, self.lessons.cycle + self.policy.period)
         return speed
 
     def forget(self, req_pool_index: int) -> None:
