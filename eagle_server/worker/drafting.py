@@ -18,7 +18,7 @@ from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
 from eagle_server.worker.budget.budget import UNOBSERVED, Budget, CycleBudget
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
-from eagle_server.worker.clock import StageClock
+from eagle_server.worker.clock import READ, StageClock
 from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.first_drafts import FirstDrafts
@@ -75,14 +75,16 @@ class TreeDrafting:
         if drafting is None:
             cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
             return
+        if self.batches.has_backlog:
+            with clock.stage(READ):
+                backlog = self.batches.backlog(drafting.decodes)
+                if backlog is not None:
+                    cycle.read = sum(backlog.rows.counts)
+                    self.drafter.prefill(backlog)
         with clock.stage("extend"):
-            backlog = self.batches.backlog(drafting.decodes) if self.batches.has_backlog else None
-            if backlog is not None:
-                cycle.extended = sum(backlog.rows.counts)
-                self.drafter.prefill(backlog)
             state = self._take_extended(drafting, clock)
             is_ahead = state is not None
-            cycle.extended += self._extended_rows if is_ahead else drafting.extend_rows
+            cycle.extended = self._extended_rows if is_ahead else drafting.extend_rows
             if not is_ahead:
                 state = self.drafter.extend(drafting)
             for decode in drafting.decodes:
@@ -252,6 +254,7 @@ class TreeDrafting:
             is_measured=measured,
             rows=cycle.rows,
             joined=cycle.joined,
+            read=cycle.read,
             extended=cycle.extended,
             forwards=self.drafter.forwards(cycle.steps) if has_drafted else 0,
             fed=cycle.fed,

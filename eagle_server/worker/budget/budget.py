@@ -360,7 +360,8 @@ class AdaptiveBudget:
         choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
         if choice.rate <= plain:
             return choice
-        least_logp, most_read = float(seen.least_logp[place]), (1 / plain - 1 / choice.rate) / costs.reading
+        least_logp, saved = float(seen.least_logp[place]), 1 / plain - 1 / choice.rate
+        most_read = saved / costs.reading if costs.reading else math.inf
         return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read)
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:

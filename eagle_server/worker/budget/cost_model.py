@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_server.worker.budget.outcome import Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
-from eagle_server.worker.clock import PREFILL
+from eagle_server.worker.clock import PREFILL, READ
 
 Floats = NDArray[np.float64]
 
@@ -30,7 +30,6 @@ _PROPOSING = 0.3  # draft steps: the fixed cost of proposing a tree, added to th
 _OF_DRAFTING = ("extend", "build_tree", "keep")  # stages that take time in cycles with drafts only
 LONGEST_WAIT = 0.01  # seconds between cycles of a loaded engine
 _SHORTEST = 1e-6  # seconds
-_READ = 64.0  # rows of a short prompt
 
 
 def draft_steps(forwards: Floats | float) -> Floats:
@@ -57,7 +56,9 @@ class StageTimes:
         """From the seconds of a cycle's stages. `forwards`: of the drafter's propose."""
         propose, verify = stages.get("propose", 0.0), stages.get("verify", 0.0)
         extend = sum(stages.get(stage, 0.0) for stage in _OF_DRAFTING) if "propose" in stages else 0.0
-        other = sum(stages.values()) - verify - extend - propose - stages.get(PREFILL, 0.0)
+        other = (
+            sum(stages.values()) - verify - extend - propose - sum(stages.get(each, 0.0) for each in (PREFILL, READ))
+        )
         if forwards:
             return cls(verify, other, extend, propose / float(draft_steps(forwards)))
         return cls(verify, other, extend + propose)
@@ -149,6 +150,7 @@ class CostModel:
     kv_per_node: float = 0.0  # with each further node of a request, its KV costs this much more than with the root
     speed: float = 1.0  # seconds now to seconds of the curves
     between: float = 0.0  # seconds of all else in a cycle without drafts
+    reading: float = 0.0  # seconds per row that the drafter reads before a request drafts; 0: not known
     error: float = 0.0  # mean relative error of the newest predictions of whole cycles
 
     def __post_init__(self) -> None:
@@ -178,6 +180,9 @@ class CostModel:
     def learn(self, outcome: Outcome) -> float:
         """Update all curves by the stages' seconds. Returns what was predicted for decoding, in seconds."""
         times = StageTimes.of(outcome.stages, outcome.forwards)
+        if outcome.read:
+            row = outcome.stages.get(READ, 0.0) / outcome.read
+            self.reading += (2 * self.policy.rate if self.reading else 1.0) * (row - self.reading)
         kv = float(sum(decode.seq_len for decode in outcome.decodes))
         kv = float(self.kv_cost(kv, outcome.rows / len(outcome.decodes)))
         if outcome.joined:
@@ -200,11 +205,6 @@ class CostModel:
             seconds += extend
         self.compare(predicted, seconds)
         return predicted
-
-    @property
-    def reading(self) -> float:
-        """About the seconds of one more row of draft-extend."""
-        return self.speed * max(self.extend.at(_READ) - self.extend.at(1.0), _SHORTEST) / (_READ - 1.0)
 
     def joining(self, outcome: Outcome) -> float:
         """About the seconds that the rows of prompts took of the verify forward."""

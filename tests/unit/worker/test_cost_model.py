@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -149,3 +151,14 @@ def test_what_prompts_add_to_a_forward_is_learned_from_such_cycles() -> None:
         assert model.joining(joined) == pytest.approx(3e-3, rel=0.01)
     assert model.joining(cycle({"verify": 5e-3}, drafts=False, joined=30)) == pytest.approx(1.5e-3, rel=0.05)
     assert model.speed * model.verify.at(1.0) == 2e-3, "it is not moved"
+
+
+def test_what_a_drafter_reads_first_costs_by_its_rows() -> None:
+    model = CostModel()
+    for curve in (model.verify, model.extend, model.step):
+        curve.fit({1: 1e-3, 8: 2e-3})
+    extend = model.extend.at(1.0)
+    stages = {"read": 4e-4, "extend": 1e-3, "propose": 1.3e-3, "verify": model.verify.at(4.0)}
+    model.learn(dataclasses.replace(cycle(stages, drafts=True, waited=0.0), read=40))
+    assert model.reading == pytest.approx(1e-5)
+    assert model.extend.at(1.0) == extend, "draft-extend is no dearer"
