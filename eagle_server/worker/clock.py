@@ -20,6 +20,7 @@ from eagle_server.ops.device import has_streams
 from eagle_server.plan import TRACED_STAGE
 
 PREFILL = "prefill"  # the stage of prompts; the budget subtracts it from each cycle
+READ = "read"  # the drafter reads prompts and backlogs of the requests that draft
 
 
 class StageClock:

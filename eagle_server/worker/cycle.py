@@ -65,7 +65,8 @@ class Cycle:
 
     # Drafting.
     draft_batch: DecodeBatch | None = None  # None: no request drafts
-    extended: int = 0  # rows of draft-extend, with backlogs
+    read: int = 0  # rows of backlogs and prompts that the drafter had not read
+    extended: int = 0  # rows of draft-extend
     estimated: Tree | None = None  # their trees as proposed, with corrected scores; None: there are none
     tree: Tree = field(init=False)  # of all decodes; later as they are verified
 

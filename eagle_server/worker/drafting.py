@@ -16,9 +16,9 @@ from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
-from eagle_server.worker.budget.budget import Budget, CycleBudget
+from eagle_server.worker.budget.budget import UNOBSERVED, Budget, CycleBudget
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
-from eagle_server.worker.clock import StageClock
+from eagle_server.worker.clock import READ, StageClock
 from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.first_drafts import FirstDrafts
@@ -75,14 +75,16 @@ class TreeDrafting:
         if drafting is None:
             cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
             return
+        if self.batches.has_backlog:
+            with clock.stage(READ):
+                backlog = self.batches.backlog(drafting.decodes)
+                if backlog is not None:
+                    cycle.read = sum(backlog.rows.counts)
+                    self.drafter.prefill(backlog)
         with clock.stage("extend"):
-            backlog = self.batches.backlog(drafting.decodes)
-            if backlog is not None:
-                cycle.extended = sum(backlog.rows.counts)
-                self.drafter.prefill(backlog)
             state = self._take_extended(drafting, clock)
             is_ahead = state is not None
-            cycle.extended += self._extended_rows if is_ahead else drafting.extend_rows
+            cycle.extended = self._extended_rows if is_ahead else drafting.extend_rows
             if not is_ahead:
                 state = self.drafter.extend(drafting)
             for decode in drafting.decodes:
@@ -180,18 +182,22 @@ class TreeDrafting:
         least = self._least_left
         able = [may and each.tokens_left >= least for each, may in may_draft]
         budget = self.budget.choose(batch.decodes, able)
-        if self.batches.accepted_tokens.backlog_bytes:
-            budget = replace(budget, drafting=self._with_room(batch, budget.drafting))
-        if self.batches.sizes or budget.is_lesson:
+        if budget.drafting and self.batches.has_backlog:
+            budget = replace(budget, drafting=self._with_room(batch, budget))
+        if self.batches.sizes or budget.is_lesson or not budget.drafting:
             return budget  # captured drafters have the depths of their graphs only
         reach = max((batch.decodes[i].tokens_left - 1 for i in budget.drafting), default=0)
         return budget if reach >= budget.steps else replace(budget, steps=reach)
 
-    def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
-        """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""
+    def _with_room(self, batch: DecodeBatch, budget: CycleBudget) -> tuple[int, ...]:
+        """The requests whose backlogs are computed in this cycle. Others draft in later cycles; none if all together
+        have more to read than their drafts will save.
+        """
+        lengths = {i: self.batches.backlog_length(batch.decodes[i]) for i in budget.drafting}
+        if sum(lengths.values()) > budget.most_read * sum(batch.decodes[i].tokens_left for i in lengths):
+            return ()
         room, kept = _BACKLOG_ROWS, list[int]()
-        for i in drafting:
-            length = self.batches.accepted_tokens.backlog_length(batch.decodes[i].req_pool_index)
+        for i, length in lengths.items():
             if length <= room or not kept:
                 kept.append(i)
                 room -= length
@@ -200,7 +206,7 @@ class TreeDrafting:
     def learn(self, cycle: Cycle, decodes: Sequence[SequenceOutput]) -> None:
         """Learn from a cycle whose results are on the host, and say in its record what was expected."""
         ended, self._ended = self._ended, time.perf_counter()
-        if cycle.plan.warm_up is not None or not cycle.plan.decodes:
+        if cycle.plan.warm_up is not None or not cycle.plan.decodes or cycle.budget is UNOBSERVED:
             return
         if cycle.estimated is not None:
             logp = cycle.host.array("estimates")[: len(cycle.budget.drafting)]
@@ -248,6 +254,7 @@ class TreeDrafting:
             is_measured=measured,
             rows=cycle.rows,
             joined=cycle.joined,
+            read=cycle.read,
             extended=cycle.extended,
             forwards=forwards,
             fed=0 if drafted is None else rows * drafted.size,

@@ -98,6 +98,7 @@ def measure_costs(
         nodes = measured.rows / several
         costs.kv_per_node = min(max((wider / (slope * several * length) - 1) / (nodes - 1), 0.0), 1.0)
     worker.run(CyclePlan(released=(worker.batches.pad_row,), warm_up=_NOTHING))
+    costs.between = measured.other[several]
     costs.verify.fit(measured.verify, slope)
     costs.extend.fit(measured.extend)
     costs.step.fit(measured.step)
@@ -132,15 +133,16 @@ class _Measured:
         self._worker, self._row = worker, worker.batches.pad_row
         self.rows = 0  # of the last cycle's verify forward
         self.verify: dict[int, float] = {}
+        self.other: dict[int, float] = {}  # by requests
         self.extend: dict[int, float] = {}
         self.step: dict[int, float] = {}
 
     def plain(self, size: int, length: int = 2, rows: Sequence[int] = ()) -> float:
         """Cycles in which nothing is drafted. `rows`: of the page table, for the requests; (): the padding row."""
-        seconds = sum(self._run(size, length, _NOTHING, rows).values())
+        times = StageTimes.of(self._run(size, length, _NOTHING, rows), 0)
         if length == 2:  # noqa: PLR2004  the shortest text
-            self.verify[size] = seconds
-        return seconds
+            self.verify[size], self.other[size] = times.verify, times.other
+        return times.verify
 
     def drafting(self, size: int, shape: TreeShape) -> None:
         """Cycles in which all requests draft."""
@@ -148,7 +150,8 @@ class _Measured:
         self.verify.setdefault(self.rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.extend_width(1) if batches.sizes else 1  # here each has accepted one token
-        self.extend.setdefault(size * width, times.extend)
+        more = max(0.0, times.other - self.other[size])
+        self.extend.setdefault(size * width, times.extend + more)
         if times.step is not None:
             self.step[size * self._worker.drafter.forwards(shape)[1]] = times.step
 

@@ -242,7 +242,9 @@ class Worker:
         tokens, scores = draw(logits, positions[:, None], sampling)
         uses_features = self.drafter.uses_features
         prompts = (chunks, batch, prefilled.features if uses_features else None)
-        if self.overlaps or mirrors(device):  # the device works while the host reads the results
+        if uses_features and self.batches.unread.has_room and cycle.plan.warm_up is None:
+            self.batches.unread.add(chunks, self.batches.table.slots, prefilled.features)
+        elif self.overlaps or mirrors(device):  # the device works while the host reads the results
             self.drafter.prefill(self.batches.prompts(*prompts))
         else:
             self._prompts = prompts

@@ -65,12 +65,11 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
 
     def watched(plan: CyclePlan, *args: Any) -> CycleResult:
         texts = {each.req_pool_index: list(each.tokens) for each in engine.scheduler.running}
-        worker.read_prompts()
         spy.runs.clear()
         result = original(plan, *args)
         if any(each.tokens_left <= STEPS for each in plan.decodes):
             return result  # the trees at the end of a text are smaller
-        steps = spy.runs[0][1:] if plan.decodes else []
+        steps = spy.runs[-1][1:] if plan.decodes else []  # before, it reads prompts
         assert len(steps) == (STEPS - 1 if plan.decodes else 0)
         trees.extend(tree_of(texts[d.req_pool_index], r, steps) for r, d in enumerate(plan.decodes))
         return result

@@ -42,7 +42,10 @@ def cached_texts(radix: RadixCache) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def worst_cached_slot(pair: Pair, engine: Engine) -> tuple[float, float, int]:
-    """(largest error of target KV, of draft KV, number of compared slots). An error is NaN if a slot is poisoned."""
+    """(largest error of target KV, of draft KV, number of compared slots). An error is NaN if a slot is poisoned.
+
+    What the drafter has not read yet has features that wait instead of draft KV.
+    """
     radix = engine.scheduler.kv.radix
     assert radix is not None
     target_pool, draft_pool = pools(engine)
@@ -55,14 +58,27 @@ def worst_cached_slot(pair: Pair, engine: Engine) -> tuple[float, float, int]:
         features = features_of(pair.target, tokens[:-1], pair.head.aux_boundaries, target)
         extend(pair.head, features, tokens, draft)
         target_error = torch.maximum(target_error, difference(target_pool, slots, target))
-        draft_error = torch.maximum(draft_error, difference(draft_pool, slots, draft))
+        waiting = waiting_features(engine, slots)
+        is_read = torch.tensor([number not in waiting for number in range(len(slots))])
+        draft_error = torch.maximum(draft_error, difference(draft_pool, slots, draft, is_read))
+        for number, feature in waiting.items():
+            draft_error = torch.maximum(draft_error, (feature - features[number]).abs().max())
         slots_seen += len(slots)
     return float(target_error), float(draft_error), slots_seen
 
 
-def difference(pool: Pool, slots: Tensor, dense: Recording) -> Tensor:
+def waiting_features(engine: Engine, slots: Tensor) -> dict[int, Tensor]:
+    """The features of slots whose draft KV is not written yet, by their places among `slots`."""
+    unread = engine.worker.batches.unread
+    found = zip(unread._forward[slots].tolist(), unread._row[slots].tolist(), strict=True)
+    return {place: unread._features[forward][row] for place, (forward, row) in enumerate(found) if forward >= 0}
+
+
+def difference(pool: Pool, slots: Tensor, dense: Recording, chosen: Tensor | None = None) -> Tensor:
+    """The largest error of slots; of the chosen ones, bool [slots]."""
     layers = [*zip(pool.keys, dense.keys, strict=True), *zip(pool.values, dense.values, strict=True)]
-    return torch.stack([(stored[slots] - expected).abs().max() for stored, expected in layers]).max()
+    wrong = torch.stack([(stored[slots] - expected).abs().flatten(1).amax(dim=1) for stored, expected in layers])
+    return (wrong if chosen is None else wrong[:, chosen]).max() if chosen is None or chosen.any() else torch.zeros(())
 
 
 def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
@@ -105,8 +121,15 @@ def test_prompts_answered_by_one_token_leave_right_kv(pair: Pair, page: int) -> 
         run(engine, [request("first", text, max_tokens=1)])
         (again,) = run(engine, [request("again", text, max_tokens=1)]).values()
         assert again.cached_tokens == (len(text) - 1) // page * page
+    assert not engine.worker.batches.unread.is_empty
     target_error, draft_error, slots = worst_cached_slot(pair, engine)
     assert slots == sum((len(text) - 1) // page * page for text in texts)
+    assert target_error < TOLERANCE
+    assert draft_error < TOLERANCE
+    for text in texts:  # their drafts read what the prompts before have left
+        run(engine, [request("longer", text, max_tokens=3)])
+    assert engine.worker.batches.unread.is_empty
+    target_error, draft_error, _ = worst_cached_slot(pair, engine)
     assert target_error < TOLERANCE
     assert draft_error < TOLERANCE
 

@@ -26,7 +26,7 @@ class ThinningDrafter:
 
     def __init__(self, drafter: Drafter[Any], seed: int = 0) -> None:
         self.drafter, self.uses_features = drafter, drafter.uses_features
-        self.proposes_ahead = False  # it counts the trees
+        self.reads_late, self.proposes_ahead = drafter.reads_late, False  # it counts the trees
         self.steps, self.widest = drafter.steps, drafter.widest
         self.nodes: list[int] = []
         self.sizes: list[tuple[int, int]] = []

@@ -38,6 +38,7 @@ from eagle_server.request import Ready
 from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.tree_config import fitting
+from eagle_server.worker.batch.accepted_tokens import UNREAD_BYTES, UnreadPrompts
 from eagle_server.worker.batch.batch import Batches
 from eagle_server.worker.budget.budget import AdaptiveBudget, Budget, FixedBudget, Lessons
 from eagle_server.worker.budget.cost_model import CostModel
@@ -106,19 +107,21 @@ def assemble(
         config = replace(config, checkpoints=0, checkpoint_interval=0)
     if ranks is not None:
         send_setup(ranks, config)
-    kv = _kv_cache(config, pools, device, events, shared=ranks is not None)
+    reads_late = drafter.reads_late and not (graphs.captures or mirrors(device))  # what runs ahead reads nothing
+    unread = UnreadPrompts(config.kv_slots, config.page_size, UNREAD_BYTES if reads_late else 0)
+    kv = _kv_cache(config, pools, device, events, unread, shared=ranks is not None)
     shapes = _shapes(config, drafter.widest)
     verified = {shape.nodes for shape in _all(shapes)}
     attention = backends.make(target, pools[0], verified, config.verify_attention)
     batches = Batches(
         kv.table,
-        device,
         vocab_size=target.config.vocab_size,
         steps=config.tree.steps,
         sizes=config.graph_sizes,
         coupling=config.coupling,
         estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
         ranks=ranks,
+        unread=unread,
     )
     fixed = {} if attention.ragged_trees else shapes
     drafting = _drafting(config, draft, drafter, batches, fixed)
@@ -212,7 +215,13 @@ def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
 
 
 def _kv_cache(
-    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, shared: bool
+    config: EngineConfig,
+    pools: Sequence[Pool],
+    device: torch.device,
+    events: BlockEvents | None,
+    unread: UnreadPrompts,
+    *,
+    shared: bool,
 ) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
@@ -220,6 +229,7 @@ def _kv_cache(
     table = PageTable(config.max_running_requests, width, config.page_size, device, shared=shared)
 
     def poison(pages: list[int]) -> None:
+        unread.freed(pages)
         first = torch.tensor(pages)[:, None] * config.page_size
         for pool in pools:
             pool.poison((first + torch.arange(config.page_size)).view(-1).to(device))
@@ -229,7 +239,7 @@ def _kv_cache(
     first = table.pad_row + 1  # row of the state pool
     checkpoints = Checkpoints(range(first, first + config.checkpoints)) if config.checkpoint_interval else None
     radix = None if config.disable_radix_cache else RadixCache(config.page_size, events, checkpoints)
-    return KVCacheManager(allocator, table, radix, poison if config.poison else None)
+    return KVCacheManager(allocator, table, radix, poison if config.poison else unread.freed)
 
 
 def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig, shapes: Shapes) -> None:

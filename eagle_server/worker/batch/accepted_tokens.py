@@ -1,22 +1,26 @@
-"""Accepted tokens that wait for the next draft-extend, with the target's features."""
+"""Tokens that wait for the drafter, with the target's features: accepted ones for draft-extend, and whole prompts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.attention.interface import PagedRequests
 from eagle_server.ops.tree.accepted import ExtendRows, extend_rows, store_accepted
-from eagle_server.plan import Decode
+from eagle_server.plan import Chunk, Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.tree_config import extend_widths
 
 _BACKLOG_BYTES = 256 << 20  # features kept for requests that do not draft
+UNREAD_BYTES = 256 << 20  # features kept of prompts that the drafter has not read
 _MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory long
 
 
@@ -154,12 +158,12 @@ class AcceptedTokens:
         segments = self._segments.get(req_pool_index)
         return 0 if segments is None else segments[-1].start - segments[0].start
 
-    def backlog(self, req_pool_index: int) -> tuple[int, Tensor] | None:
-        """First position and features [n, F] of the entries that draft-extend does not reach. None: there are none."""
+    def backlog(self, req_pool_index: int) -> list[tuple[int, Tensor]]:
+        """First position and features [n, F] of the entries that draft-extend does not reach. []: there are none."""
         segments = self._segments.get(req_pool_index, [])
         if len(segments) < 2:  # noqa: PLR2004  the newest one is for draft-extend
-            return None
-        return segments[0].start, _joined(segments)
+            return []
+        return [(segments[0].start, _joined(segments))]
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
@@ -215,3 +219,81 @@ class AcceptedTokens:
 def _joined(segments: Sequence[_Segment]) -> Tensor:
     """The features of all positions before the last segment, [n, F]."""
     return torch.cat([segment.until(later.start) for segment, later in pairwise(segments)])
+
+
+class UnreadPrompts:
+    """Features of prompts that the drafter reads only when a request that needs them drafts.
+
+    They are kept by slot, because the prompt's slots may go to the prefix cache, where other requests find them.
+    """
+
+    def __init__(self, slots: int, page_size: int, most_bytes: int = 0) -> None:
+        """slots: of the KV pools. most_bytes: with more, prompts are read at once; 0: all are."""
+        self.most_bytes, self._bytes, self._added = most_bytes, 0, 0
+        self._page_size = page_size
+        self._features: dict[int, Tensor] = {}  # of one forward each, [rows, F]
+        self._left = Counter[int]()  # slots of each forward
+        self._forward = np.full(slots, -1, dtype=np.int64)  # of each slot; -1: its draft KV is written
+        self._row = np.zeros(slots, dtype=np.int64)  # among the forward's features
+        self._known: dict[int, int] = {}  # what `rows` has found
+
+    @property
+    def has_room(self) -> bool:
+        return self._bytes < self.most_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._features
+
+    def add(self, chunks: Sequence[Chunk], table: NDArray[np.int32], features: Tensor) -> None:
+        """The target has computed these chunks, with one feature per row. table: the slots of all requests."""
+        first = 0
+        for chunk in chunks:
+            known = len(chunk.following)
+            slots = table[chunk.req_pool_index, chunk.start : chunk.start + known]
+            self._forward[slots], self._row[slots] = self._added, np.arange(first, first + known)
+            self._left[self._added] += known
+            first += len(chunk.tokens)
+        if self._left[self._added]:
+            self._features[self._added] = features
+            self._bytes += features.untyped_storage().nbytes()
+            self._added += 1
+
+    def rows(self, decode: Decode, table: NDArray[np.int32]) -> int:
+        """About how many rows the request must read before it drafts."""
+        index = decode.req_pool_index
+        if index not in self._known:
+            self._known[index] = int((self._forward[table[index, : decode.seq_len]] >= 0).sum())
+        return self._known[index]
+
+    def take(self, decode: Decode, table: NDArray[np.int32]) -> list[tuple[int, Tensor]]:
+        """First position and features [n, F] of each piece that the request must read. The drafter reads them now."""
+        if not self.rows(decode, table):
+            return []
+        self._known[decode.req_pool_index] = 0
+        slots = table[decode.req_pool_index, : decode.seq_len]
+        forward, row = self._forward[slots], self._row[slots]
+        unread = np.flatnonzero(forward >= 0)
+        ends = np.flatnonzero((np.diff(unread) != 1) | (np.diff(forward[unread]) != 0) | (np.diff(row[unread]) != 1))
+        pieces = [each for each in np.split(unread, ends + 1) if len(each)]
+        taken = [(int(at[0]), self._features[int(forward[at[0]])][row[at[0]] : row[at[-1]] + 1]) for at in pieces]
+        self._forget_slots(slots[unread])
+        return taken
+
+    def freed(self, pages: Sequence[int]) -> None:
+        """These pages hold nothing any more."""
+        if not self.is_empty:
+            self._forget_slots((np.array(pages)[:, None] * self._page_size + np.arange(self._page_size)).ravel())
+
+    def forget(self, req_pool_index: int) -> None:
+        """The request has ended, or was preempted."""
+        self._known.pop(req_pool_index, None)
+
+    def _forget_slots(self, slots: NDArray[Any]) -> None:
+        forwards, counts = np.unique(self._forward[slots], return_counts=True)
+        self._forward[slots] = -1
+        for number, count in zip(map(int, forwards), map(int, counts), strict=True):
+            self._left[number] -= count
+            if number >= 0 and not self._left[number]:
+                self._bytes -= self._features.pop(number).untyped_storage().nbytes()
+                del self._left[number]

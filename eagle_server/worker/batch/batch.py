@@ -24,7 +24,7 @@ from eagle_server.request import SamplingParams
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
+from eagle_server.worker.batch.accepted_tokens import AcceptedTokens, UnreadPrompts
 from eagle_server.worker.batch.draft_ranking import (
     BY_PROBABILITY,
     DraftRanking,
@@ -169,7 +169,7 @@ def prompt_batch(
 
 
 class Batches:
-    """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
+    """Builds a cycle's batches. Owns what waits for the drafter, and the penalizer states.
 
     `steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
     graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well. `estimates`:
@@ -179,7 +179,6 @@ class Batches:
     def __init__(
         self,
         table: PageTable,
-        device: torch.device,
         *,
         vocab_size: int,
         steps: int = 0,
@@ -187,10 +186,12 @@ class Batches:
         coupling: bool = True,
         estimates: AcceptanceEstimates | None = None,
         ranks: RankGroup | None = None,
+        unread: UnreadPrompts | None = None,
     ) -> None:
-        self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
+        device = self.device = table.tensor.device
+        self.sizes, self.coupling, self.vocab_size = tuple(sizes), coupling, vocab_size
         self.estimates = estimates
-        self.table, self.ranks = table, ranks
+        self.table, self.ranks, self.unread = table, ranks, unread or UnreadPrompts(0, 1)
         self.accepted_tokens = AcceptedTokens(
             table.pad_row + 1, steps + 1, device, lazy=not mirrors(device) and not sizes
         )
@@ -204,6 +205,7 @@ class Batches:
         """Drop the state of released requests, and refresh the page table."""
         for req_pool_index in plan.released:
             self.accepted_tokens.forget(req_pool_index)
+            self.unread.forget(req_pool_index)
             self.penalizers.forget(req_pool_index)
         changes = self.table.refresh()
         if changes is not None and self.ranks is not None:
@@ -221,31 +223,31 @@ class Batches:
             size = batch.size  # the shape was captured for the size of the whole batch
             some = [batch.decodes[i] for i in budget.drafting]
             batch = self.decode(some, drafting=True, size=size if size in self.sizes else 0)
-        return replace(
-            batch,
-            ranking=self._ranking(batch),
-            steps=budget.steps,
-            nodes=budget.nodes,
-            topk=budget.topk,
-            least_logp=budget.least_logp if cut else -math.inf,
-        )
+        least_logp = budget.least_logp if cut else -math.inf
+        return replace(batch, ranking=self._ranking(batch), least_logp=least_logp, **budget.shape._asdict())
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether the drafter has something to read of any request's text before it drafts."""
+        return bool(self.accepted_tokens.backlog_bytes) or not self.unread.is_empty
+
+    def backlog_length(self, decode: Decode) -> int:
+        """How many tokens the drafter must read before the request drafts, about."""
+        unread = self.unread.rows(decode, self.table.slots)
+        return unread + self.accepted_tokens.backlog_length(decode.req_pool_index)
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
-        """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
-        if not self.accepted_tokens.backlog_bytes:
-            return None
+        """What the drafter has not read of the requests' texts, for its prefill; None: there is nothing."""
         pieces, features = list[tuple[int, int, Sequence[int]]](), list[Tensor]()
         for decode in decodes:
-            kept = self.accepted_tokens.backlog(decode.req_pool_index)
-            if kept is not None:
-                start, rows = kept
+            unread = self.unread.take(decode, self.table.slots)
+            for start, rows in unread + self.accepted_tokens.backlog(decode.req_pool_index):
                 pieces.append((decode.req_pool_index, start, decode.all_tokens[start + 1 : start + 1 + len(rows)]))
                 features.append(rows)
         if not pieces:
             return None
-        pairs = partial(prompt_batch, pieces, self.table.tensor)
         prompts = prompt_batch([(index, start + 1, tokens) for index, start, tokens in pieces], self.table.tensor)
-        return Prompts((), prompts, pairs, torch.cat(features))
+        return Prompts((), prompts, partial(prompt_batch, pieces, self.table.tensor), torch.cat(features))
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The rows of all chunks for the target."""
@@ -394,6 +396,5 @@ class Batches:
         return self._sampling[drafting][1]
 
     def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
-        return (
-            replace(sampling, penalizer_state=self.penalizers.state_of(scheduled)) if sampling.transforms else sampling
-        )
+        state = self.penalizers.state_of(scheduled) if sampling.transforms else None
+        return sampling if state is None else replace(sampling, penalizer_state=state)

@@ -29,6 +29,7 @@ from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.budget.prospects import Floats, Prospects
+from eagle_server.worker.budget.speed import MeasuredSpeed
 from eagle_server.worker.clock import PREFILL
 from eagle_server.worker.first_drafts import FirstDrafts
 
@@ -42,6 +43,7 @@ class CycleBudget:
     drafting: which decodes draft, in order. steps: levels of their trees. nodes: the most nodes of a tree, root
     included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose path has a
     smaller chance (its log) are not verified. is_lesson: whole trees are drafted, and estimates and budget learn.
+    most_read: rows that a request may have to read before it drafts, for each token that it may get.
     """
 
     drafting: tuple[int, ...]
@@ -50,6 +52,7 @@ class CycleBudget:
     topk: int = 0
     least_logp: float = -math.inf
     is_lesson: bool = False
+    most_read: float = math.inf
 
     @property
     def shape(self) -> TreeShape:
@@ -57,6 +60,7 @@ class CycleBudget:
 
 
 NOTHING = CycleBudget((), 0, 1)
+UNOBSERVED = replace(NOTHING)  # the same, and the cycle teaches nothing new
 
 
 class Budget(Protocol):
@@ -162,43 +166,7 @@ class _Choice:
     nodes: int = 1
     topk: int = 0
     least_logp: float = 0.0
-
-
-@dataclass
-class _Speed:
-    """A measured speed. Older cycles weigh less in tokens, seconds and weight."""
-
-    policy: BudgetPolicy
-    until: int  # the cycle in which it is measured anew
-    losses: int = 0  # comparisons that it lost
-    tokens: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0
-    cycles: int = 0
-
-    def restart(self) -> None:
-        """Measure anew."""
-        self.tokens = self.seconds = self.weight = 0.0
-        self.cycles = 0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """One more cycle."""
-        if self.weight:
-            seconds = min(seconds, self.policy.outlier * self.seconds / self.weight)
-        kept = 1 - 1 / self.policy.window
-        self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
-        self.weight, self.cycles = kept * self.weight + 1, self.cycles + 1
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether it suffices to compare drafting."""
-        return self.cycles >= self.policy.drafted_cycles
-
-    def loses(self, plain: _Speed) -> bool:
-        """Whether drafting, measured by this one, was slower beyond doubt."""
-        if plain.cycles < self.policy.plain_cycles or not self.is_enough:
-            return False
-        return self.tokens * plain.seconds < self.policy.least_measured * plain.tokens * self.seconds
+    most_read: float = math.inf
 
 
 class AdaptiveBudget:
@@ -237,7 +205,7 @@ class AdaptiveBudget:
         self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
-        self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
+        self._speeds: dict[tuple[int, ...], MeasuredSpeed] = {}  # by load, of plain decoding without the levels
         # Of the newest cycle: size of the batch (requests beyond the largest; without sizes round(2 log2(requests))),
         # round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
@@ -250,7 +218,13 @@ class AdaptiveBudget:
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         lesson = self.lessons.next(decodes, self.largest(len(decodes)))
         budget = self._chosen(decodes, able, lesson=lesson)
-        return replace(budget, is_lesson=True) if lesson else budget
+        if lesson:
+            return replace(budget, is_lesson=True)
+        return (
+            budget
+            if budget.drafting or self.lessons.is_measured or not self._measured[1].is_plain_known
+            else UNOBSERVED
+        )
 
     def _chosen(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool) -> CycleBudget:
         """What is best for these requests. A lesson has the largest trees."""
@@ -276,14 +250,15 @@ class AdaptiveBudget:
             kv = float(sum(decode.seq_len for decode in decodes))
             choice = self._choices[self._load] = self._best(rows, most_steps, requests, kv)
         self._choice = choice
-        if choice.steps and measured.is_enough and plain.cycles < self.policy.plain_cycles and not lesson:
+        if choice.steps and measured.is_enough and not plain.is_plain_known and not lesson:
             return NOTHING  # the model may be wrong, so plain decoding is measured whatever it says
         least, best = math.exp(choice.least_logp), self.prospects.best
         wanted = [n for n, row in zip(candidates, rows, strict=True) if choice.steps and best[row] >= least]
         if self.shapes and wanted:
             wanted = candidates
         if not lesson:
-            return CycleBudget(tuple(wanted), choice.steps, choice.nodes, choice.topk, choice.least_logp)
+            shape = choice.steps, choice.nodes, choice.topk
+            return CycleBudget(tuple(wanted), *shape, choice.least_logp, most_read=choice.most_read)
         # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
         largest, first = self.largest(requests), self.policy.first_lessons
         is_new = [trees < first for trees in self.prospects.trees(largest)]
@@ -306,24 +281,25 @@ class AdaptiveBudget:
         if isinstance(outcome, LessonOutcome):
             self.prospects.learn(outcome, self.lessons.cycle)
             self.estimates.learn(outcome)
-        if outcome.waited < LONGEST_WAIT:
+        is_observed = outcome.is_measured and (outcome.is_lesson or self.lessons.is_measured)
+        predicted = self.costs.learn(outcome) if is_observed else 0.0
+        if outcome.waited < LONGEST_WAIT and (self.costs.joins.is_known or not outcome.joined):
             self._compare(outcome)
-        if not outcome.is_measured or outcome.joined or not (outcome.is_lesson or self.lessons.is_measured):
-            return 0.0
-        return self.costs.learn(outcome)
+        return predicted
 
     def _compare(self, outcome: Outcome) -> None:
         """Measure the speed of this cycle without its prompts."""
         seconds = outcome.seconds - outcome.stages.get(PREFILL, 0.0) - self.costs.joining(outcome)
         if not outcome.drafting:
-            self._credit += self.policy.probe_share * seconds
+            stands_for = self.policy.observed_every if self._measured[1].is_plain_known and not outcome.is_lesson else 1
+            self._credit += self.policy.probe_share * seconds * stands_for
             self._measured[1].add(outcome.tokens, seconds)
         elif not outcome.is_lesson:
             self._measured[0].add(outcome.tokens, seconds)
         elif self._probes and not self._choice.steps:  # what it took longer than a plain cycle
             self._credit -= max(0.0, seconds - len(outcome.decodes) / self._choice.plain)
 
-    def _is_refuted(self, drafting: _Speed, plain: _Speed) -> bool:
+    def _is_refuted(self, drafting: MeasuredSpeed, plain: MeasuredSpeed) -> bool:
         """Whether drafting was measured to be slower, again and again: other processes may have slowed down one."""
         if drafting.loses(plain) and drafting.losses < self.policy.losses:
             drafting.losses += 1
@@ -332,11 +308,11 @@ class AdaptiveBudget:
                 plain.restart()
         return drafting.losses == self.policy.losses and drafting.loses(plain)
 
-    def _speed(self, *load: int) -> _Speed:
+    def _speed(self, *load: int) -> MeasuredSpeed:
         """What was measured for such a load."""
         speed = self._speeds.get(load)
         if speed is None or self.lessons.cycle >= speed.until:
-            speed = self._speeds[load] = _Speed(self.policy, self.lessons.cycle + self.policy.period)
+            speed = self._speeds[load] = MeasuredSpeed(self.policy, self.lessons.cycle + self.policy.period)
         return speed
 
     def forget(self, req_pool_index: int) -> None:
@@ -382,8 +358,9 @@ class AdaptiveBudget:
         choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
         if choice.rate <= plain:
             return choice
-        least_logp = float(seen.least_logp[place])
-        return replace(choice, steps=shape.steps, nodes=shape.nodes, topk=shape.topk, least_logp=least_logp)
+        least_logp, saved = float(seen.least_logp[place]), 1 / plain - 1 / choice.rate
+        most_read = saved / costs.reading if costs.reading else math.inf
+        return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read)
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,

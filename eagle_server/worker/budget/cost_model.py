@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.worker.ahead import UNUSED
 from eagle_server.worker.budget.outcome import Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
-from eagle_server.worker.clock import PREFILL
+from eagle_server.worker.clock import PREFILL, READ
 
 Floats = NDArray[np.float64]
 
@@ -45,21 +44,24 @@ def extended_rows(drafting: Floats | float, steps: Floats | float) -> Floats:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one cycle by what they depend on, see `CostModel`. None: no draft step was made."""
+    """Seconds of one cycle by what they depend on, see `CostModel`, without its prompts. step: None: none was made."""
 
     verify: float
+    other: float  # of the host, in all cycles
     extend: float = 0.0
     step: float | None = None
 
     @classmethod
     def of(cls, stages: Mapping[str, float], forwards: int) -> StageTimes:
-        """From the seconds of a cycle's stages, without its prompts. `forwards`: of the drafter's propose."""
+        """From the seconds of a cycle's stages. `forwards`: of the drafter's propose."""
+        propose, verify = stages.get("propose", 0.0), stages.get("verify", 0.0)
         extend = sum(stages.get(stage, 0.0) for stage in _OF_DRAFTING) if "propose" in stages else 0.0
-        propose = stages.get("propose", 0.0)
-        verify = sum(stages.values()) - extend - propose - stages.get("prefill", 0.0)
+        other = (
+            sum(stages.values()) - verify - extend - propose - sum(stages.get(each, 0.0) for each in (PREFILL, READ))
+        )
         if forwards:
-            return cls(verify, extend, propose / float(draft_steps(forwards)))
-        return cls(verify, extend + propose)
+            return cls(verify, other, extend, propose / float(draft_steps(forwards)))
+        return cls(verify, other, extend + propose)
 
 
 def _above(rows: float) -> int:
@@ -136,21 +138,24 @@ class CostCurve:
 class CostModel:
     """The stages of a cycle.
 
-    verify: all but drafting, by rows verified. extend: all that a cycle with drafts does once more, by rows of
-    draft-extend. step: one more draft step, by the rows that it feeds: nodes, or a block drafter's whole blocks.
+    verify: the target's forward, by rows verified. joins: what prompts add to it, by their rows. extend: all that a
+    cycle with drafts does once more, by rows of draft-extend. step: one more draft step, by the rows that it feeds:
+    nodes, or a block drafter's whole blocks.
     """
 
     policy: BudgetPolicy = POLICY
     verify: CostCurve = field(init=False)
+    joins: CostCurve = field(init=False)
     extend: CostCurve = field(init=False)
     step: CostCurve = field(init=False)
     kv_per_node: float = 0.0  # with each further node of a request, its KV costs this much more than with the root
     speed: float = 1.0  # seconds now to seconds of the curves
-    between: float = 0.0  # seconds from one cycle to the next
+    between: float = 0.0  # seconds of all else in a cycle without drafts
+    reading: float = 0.0  # seconds per row that the drafter reads before a request drafts; 0: not known
     error: float = 0.0  # mean relative error of the newest predictions of whole cycles
 
     def __post_init__(self) -> None:
-        self.verify, self.extend, self.step = (CostCurve(self.policy) for _ in range(3))
+        self.verify, self.joins, self.extend, self.step = (CostCurve(self.policy) for _ in range(4))
 
     def kv_cost(self, kv: float, nodes: Floats | float) -> Floats:
         """KV tokens that cost as much to the roots alone as `kv` tokens do to `nodes` per request, of any shape."""
@@ -175,28 +180,36 @@ class CostModel:
 
     def learn(self, outcome: Outcome) -> float:
         """Update all curves by the stages' seconds. Returns what was predicted for decoding, in seconds."""
-        stages, waited = outcome.stages, outcome.waited
-        if not outcome.drafting:
-            self.wait(waited)
+        times = StageTimes.of(outcome.stages, outcome.forwards)
+        if outcome.read:
+            row = outcome.stages.get(READ, 0.0) / outcome.read
+            self.reading += (2 * self.policy.rate if self.reading else 1.0) * (row - self.reading)
         kv = float(sum(decode.seq_len for decode in outcome.decodes))
         kv = float(self.kv_cost(kv, outcome.rows / len(outcome.decodes)))
-        times = StageTimes.of(stages, outcome.forwards)
-        predicted = self.observe(self.verify, outcome.rows, kv, times.verify)
-        if outcome.drafting:
-            if times.step is not None:
-                steps = float(draft_steps(outcome.forwards))
-                predicted += steps * self.observe(self.step, outcome.fed, 0.0, times.step)
-            # In between lessons, because these take time themselves: the rest is to commit more tokens.
-            is_usual = waited < LONGEST_WAIT and not outcome.has_prompts and not outcome.is_lesson
-            later = waited - self.between if is_usual else 0.0
-            predicted += self.observe(self.extend, outcome.extended, 0.0, times.extend + max(0.0, later))
-        self.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in (PREFILL, UNUSED)))
+        if outcome.joined:
+            added = max(times.verify - self.speed * self.verify.at(max(outcome.rows, 1.0), kv), _SHORTEST)
+            if not self.joins.is_known:
+                self.joins.fit({1: added / self.speed / outcome.joined, outcome.joined: added / self.speed})
+            self.observe(self.joins, outcome.joined, 0.0, added)
+            return 0.0
+        predicted, seconds = self.observe(self.verify, outcome.rows, kv, times.verify), times.verify
+        is_usual, waited = outcome.waited < LONGEST_WAIT and not outcome.has_prompts, times.other + outcome.waited
+        if not outcome.drafting and is_usual:
+            self.wait(waited)
+        if outcome.drafting and times.step is not None:
+            steps = float(draft_steps(outcome.forwards))
+            predicted += steps * self.observe(self.step, outcome.fed, 0.0, times.step)
+            seconds += steps * times.step
+        if outcome.drafting and is_usual and not outcome.is_lesson:  # lessons take time themselves
+            extend = times.extend + max(0.0, waited - self.between)
+            predicted += self.observe(self.extend, outcome.extended, 0.0, extend)
+            seconds += extend
+        self.compare(predicted, seconds)
         return predicted
 
     def joining(self, outcome: Outcome) -> float:
         """About the seconds that the rows of prompts took of the verify forward."""
-        both = outcome.rows + outcome.joined
-        return self.speed * (self.verify.at(both) - self.verify.at(outcome.rows)) if outcome.joined else 0.0
+        return self.speed * self.joins.at(outcome.joined) if outcome.joined and self.joins.is_known else 0.0
 
     def observe(self, curve: CostCurve, rows: float, kv: float, seconds: float) -> float:
         """A stage took `seconds`. Returns the seconds that were predicted."""
@@ -218,14 +231,15 @@ class CostModel:
             self.error += self.policy.rate * (min(1.0, abs(predicted / seconds - 1)) - self.error)
 
     def wait(self, seconds: float) -> None:
-        """The time from the end of a cycle to the start of the next one was `seconds`. Long ones are no load."""
-        if 0 < seconds < LONGEST_WAIT:
-            self.between += 2 * self.policy.rate * (seconds - self.between)
+        """All but the target's forward took `seconds` in a cycle without drafts."""
+        most = self.policy.outlier * self.between if self.between else seconds
+        self.between += 2 * self.policy.rate * (min(seconds, most) - self.between)
 
     def describe(self, largest: int) -> dict[str, Any]:
         """The curves for /v1/server_info."""
         return {
             "verify": self.verify.describe(largest),
+            "joins": self.joins.describe(largest),
             "draft_extend": self.extend.describe(largest),
             "draft_step": self.step.describe(largest),
             "speed": round(self.speed, 3),

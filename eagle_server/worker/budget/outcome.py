@@ -23,7 +23,8 @@ class Outcome:
     stages: Mapping[str, float]  # seconds by stage
     rows: float  # of the verify forward
     joined: int = 0  # rows of prompts in the same forward
-    extended: float = 0.0  # rows of draft-extend, backlogs included
+    read: int = 0  # rows of backlogs and prompts that the drafter had not read
+    extended: float = 0.0  # rows of draft-extend
     forwards: int = 0  # draft steps after draft-extend
     fed: float = 0.0  # rows that each draft step feeds, of all requests
     has_prompts: bool = False  # prompts were computed as well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,9 +85,11 @@ class Prospects:
         told = self._told_by(trees.shape)
         seen = self.evaluate(np.nan_to_num(trees.logp.astype(float), nan=-np.inf, neginf=-np.inf), trees.parents)
         bins = [self._requests + decode.sampling.temperature_bin for decode in decodes]
+        decoding = Counter(self._requests + decode.sampling.temperature_bin for decode in trees.decodes)
         for shared in set(bins):
             own = [n for n, each in enumerate(bins) if each == shared]
-            self._move([shared], [each[own].mean(axis=0, keepdims=True) for each in seen], cycle, told)
+            means = [each[own].mean(axis=0, keepdims=True) for each in seen]
+            self._move([shared], means, cycle, told, len(own) / decoding[shared])
         rows = [decode.req_pool_index for decode in decodes]
         new = [n for n, row in enumerate(rows) if not self._known[row]]
         to, of = [rows[n] for n in new], [bins[n] for n in new]
@@ -97,14 +100,17 @@ class Prospects:
         self._move(rows, seen, cycle, told)
         self.lessons += 1
 
-    def _move(self, rows: Sequence[int], seen: Sequence[Floats], cycle: int, told: NDArray[np.bool_]) -> None:
+    def _move(
+        self, rows: Sequence[int], seen: Sequence[Floats], cycle: int, told: NDArray[np.bool_], share: float = 1.0
+    ) -> None:
         """Let a new tree of each row count for the cycles since its last one, in the options that it tells of.
 
-        seen: [rows, ..] each, as `evaluate` returns them. No row occurs twice.
+        seen: [rows, ..] each, as `evaluate` returns them. No row occurs twice. share: of the requests that a row stands
+        for; a probe drafts for one of them, and one tree must not count as much as those of all.
         """
         self._counts[rows] += told
         passed = -np.expm1((self._last[rows] - cycle) / self._policy.forgetting)
-        weights = np.where(told, np.maximum(1 / (self._counts[rows] + 1), passed), 0.0)  # [rows, options]
+        weights = np.where(told, np.maximum(1 / (self._counts[rows] + 1), share * passed), 0.0)  # [rows, options]
         self._last[rows] = np.where(told, cycle, self._last[rows])
         least = weights[:, told].min(axis=1, initial=1.0)
         tokens, nodes, drafts, best = seen

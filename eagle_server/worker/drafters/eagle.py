@@ -40,7 +40,7 @@ from eagle_server.worker.drafters.row_states import RowStates
 class EagleDrafter:
     """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`."""
 
-    uses_features = extends_ahead = True
+    uses_features = extends_ahead = reads_late = True
 
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         tree = setup.tree
@@ -58,6 +58,7 @@ class EagleDrafter:
         self._native = self._native_head()
         rows = (setup.requests, tree.steps + 1)
         self._states = None if head.num_layers == 1 else RowStates(head, *rows, setup.device)
+        self.reads_late = self.reads_late and self._states is None
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of draft steps."""

@@ -14,7 +14,7 @@ from eagle_server.worker.graphs import GraphKey
 class FeatureDrafter:
     """All of a `Drafter` but `propose`."""
 
-    uses_features, extends_ahead, proposes_ahead = True, False, False
+    uses_features, extends_ahead, proposes_ahead, reads_late = True, False, False, False
     widest = 1
 
     def __init__(self, setup: DrafterSetup) -> None:

@@ -44,6 +44,7 @@ class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
+    reads_late: bool  # `prefill` may get the pairs of a prompt as late as when its request first drafts, without chunks
     steps: int  # levels of its deepest tree
     widest: int  # the largest topk that a budget may choose; 1: it has no choice
     extends_ahead: bool  # `extend` reads device tensors and host lengths alone, and its State has `rows_of(requests)`

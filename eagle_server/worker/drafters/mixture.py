@@ -24,7 +24,7 @@ class MixtureDrafter(Generic[State]):
     the larger number of the two. Joining uses tensors only, and is captured.
     """
 
-    uses_features, extends_ahead, proposes_ahead = True, False, False
+    uses_features, extends_ahead, proposes_ahead, reads_late = True, False, False, False
 
     def __init__(self, model: Drafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
         self.model, self.tries = model, tries

@@ -10,7 +10,7 @@ from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 class NoDrafter:
     """Proposes no nodes: verify has one row per request, and accept samples the next token."""
 
-    uses_features = extends_ahead = proposes_ahead = False
+    uses_features = extends_ahead = proposes_ahead = reads_late = False
     steps, widest = 0, 1
 
     def forget(self, req_pool_index: int) -> None:

@@ -40,7 +40,7 @@ class RowDrafter:
     """Proposes the best paths over the rows of a head: topk nodes of each level have children."""
 
     uses_features = extends_ahead = True
-    proposes_ahead = False
+    proposes_ahead = reads_late = False
     widest = 1
 
     def __init__(

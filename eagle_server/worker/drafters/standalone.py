@@ -20,6 +20,7 @@ class StandaloneDrafter(EagleDrafter):
     """
 
     extends_ahead = False  # its last row is one slot later, which may not be allocated yet
+    reads_late = False  # it reads the first token too, which has no feature before it
     head: DraftLM
 
     def prefill(self, prompts: Prompts) -> None:

@@ -195,6 +195,7 @@ def test_statistics_count_what_was_done(target: TargetModel) -> None:
     assert 0 < stats.kv_slots_cached < stats.kv_slots_total
     assert set(stats.stage_seconds) == {
         "budget",
+        "read",
         "extend",
         "propose",
         "build_tree",

@@ -6,7 +6,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.request import CycleStats, Request, TokenDelta
 from tests.support.engines import admit_without_reserve, plain, random_head, random_target, request, speculative
 
-STAGES = {"budget", "extend", "propose", "build_tree", "verify", "accept", "keep", "prefill", "emit"}
+STAGES = {"budget", "read", "extend", "propose", "build_tree", "verify", "accept", "keep", "prefill", "emit"}
 
 
 def drive(engine: Engine, requests: list[Request]) -> tuple[list[CycleStats], list[TokenDelta]]:

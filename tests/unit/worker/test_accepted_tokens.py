@@ -34,7 +34,7 @@ def test_requests_that_draft_in_every_cycle_have_no_backlog() -> None:
     it.taken(0)
     record(it, {0: 8})
     assert it.counts([decode(0, 10)]) == (2,)
-    assert it.backlog(0) is None
+    assert it.backlog(0) == []
 
 
 def test_what_is_stored_later_is_what_is_stored_at_once() -> None:
@@ -54,16 +54,14 @@ def test_a_backlog_has_every_feature_since_the_request_drafted_last(cycles: int)
         record(it, {1: position, 2: 7})
         it.taken(2)
         last, position = position, position + 1 + cycle % WIDTH
-    found = it.backlog(1)
-    assert found is not None
-    start, features = found
+    ((start, features),) = it.backlog(1)
     assert start == 5 == it.start(decode(1, position))
     assert features.shape == (last - 5, FEATURE)
     assert features[:, 0].tolist() == [100.0 + p for p in range(5, last)]
     assert it.counts([decode(1, position)]) == (position - last,)
     assert it.backlog_bytes == features.numel() * 4
     it.taken(1)
-    assert it.backlog(1) is None
+    assert it.backlog(1) == []
     assert it.backlog_bytes == 0
 
 

@@ -14,7 +14,7 @@ import torch
 
 from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
-from eagle_server.worker.budget.budget import NOTHING, AdaptiveBudget, CycleBudget
+from eagle_server.worker.budget.budget import NOTHING, UNOBSERVED, AdaptiveBudget, CycleBudget
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
@@ -312,6 +312,45 @@ def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     budget.lessons.policy = POLICY
     chosen = budget.choose(decodes, [True])
     assert (chosen.drafting, chosen.topk) == ((0,), width)
+
+
+def test_one_probe_tells_less_of_a_batch_than_trees_of_all_its_requests() -> None:
+    """One lucky tree must not begin drafting for all."""
+    budget, decodes = adaptive(costs(1e-3, period=1)), [decode(i) for i in range(8)]
+    everybody = budget.choose(decodes, [True] * 8)
+    for _ in range(100):
+        budget.choose(decodes, [True] * 8)
+        learn(budget, decodes, everybody, chains([0.1] * 8, everybody.shape))
+    lucky = chains([0.95], everybody.shape)
+    before = budget.prospects.tokens[64].max()
+    budget.lessons.cycle += POLICY.lesson_period
+    learn(budget, decodes, replace(everybody, drafting=(0,)), lucky)
+    one = budget.prospects.tokens[64].max() - before
+    budget.lessons.cycle += POLICY.lesson_period
+    learn(budget, decodes, everybody, chains([0.95] * 8, everybody.shape))
+    assert 0 < one < (budget.prospects.tokens[64].max() - before - one) / 4
+
+
+def test_plain_cycles_teach_only_now_and_then_once_their_speed_is_known() -> None:
+    budget, decodes = adaptive(costs(2e-3)), [decode(i) for i in range(8)]
+    settled(budget, decodes, 0.1, cycles=100)
+    chosen = []
+    for _ in range(64):
+        chosen.append(budget.choose(decodes, [True] * 8))
+        learn(budget, decodes, chosen[-1], None, tokens=8)
+    lessons = sum(each.is_lesson for each in chosen)
+    assert not any(each.drafting for each in chosen if not each.is_lesson)
+    assert sum(each is not UNOBSERVED for each in chosen) <= 64 / POLICY.observed_every + lessons
+
+
+def test_a_request_may_read_as_much_as_its_drafts_will_save() -> None:
+    model = costs(1e-5)
+    budget = adaptive(model)
+    assert settled(budget, [decode(0)], 0.9)[-1].most_read == math.inf, "nothing was read so far"
+    model.reading = 1e-4
+    last = settled(budget, [decode(0)], 0.9)[-1]
+    saved = 1 / budget.state().plain_tokens_per_second - 1 / budget.state().tokens_per_second
+    assert last.most_read == pytest.approx(saved / 1e-4)
 
 
 def test_depths_and_widths_of_a_tree() -> None:

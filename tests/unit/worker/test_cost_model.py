@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from eagle_server.plan import Decode, RequestSampling
+from eagle_server.request import SamplingParams
 from eagle_server.worker.budget.cost_model import CostCurve, CostModel
+from eagle_server.worker.budget.outcome import Outcome
+
+DECODES = [Decode(0, 100, 0, RequestSampling(SamplingParams(max_tokens=9, seed=0), key=0))]
 
 
 def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
@@ -104,3 +111,54 @@ def test_nodes_make_the_reading_of_long_texts_dearer() -> None:
     drafting, rows = np.array([1.0]), np.array([[1.0], [64.0]])
     seconds = model.cycle(rows, drafting, 0.0, 0.0, 0.0, model.kv_cost(32_768.0, rows))
     assert seconds[1, 0] == pytest.approx(wide)
+
+
+def cycle(stages: dict[str, float], drafts: bool, joined: int = 0, waited: float = 3e-4) -> Outcome:
+    seconds = sum(stages.values()) + waited
+    drafted = {"drafting": (0,), "extended": 1.0, "forwards": 1, "fed": 1.0} if drafts else {"drafting": ()}
+    rows = 4.0 if drafts else 1.0
+    return Outcome(
+        DECODES, tokens=1, seconds=seconds, waited=waited, stages=stages, rows=rows, joined=joined, **drafted
+    )
+
+
+def test_what_drafts_cost_the_host_does_not_make_plain_cycles_dearer() -> None:
+    """Acceptance of trees takes longer, and so does what comes after a cycle. It is no slower machine."""
+    model = CostModel()
+    model.verify.fit({1: 2e-3, 8: 3e-3})
+    model.extend.fit({1: 1e-3, 8: 1e-3})
+    model.step.fit({1: 1e-3})
+    plain = {"verify": 2e-3, "accept": 2e-4, "emit": 1e-4}
+    for _ in range(50):
+        model.learn(cycle(plain, drafts=False))
+    foretold = model.speed * model.verify.at(1.0) + model.between
+    assert foretold == pytest.approx(sum(plain.values()) + 3e-4, rel=0.02)
+    slow = {"extend": 1e-3, "propose": 1.3e-3, "verify": model.verify.at(4.0), "accept": 1e-3, "emit": 5e-4}
+    for _ in range(100):
+        model.learn(cycle(slow, drafts=True, waited=1e-3))
+    assert model.speed * model.verify.at(1.0) + model.between == pytest.approx(foretold, rel=0.02)
+    assert model.speed * model.extend.at(1.0) == pytest.approx(1e-3 + 1.2e-3 + 7e-4, rel=0.1)
+
+
+def test_what_prompts_add_to_a_forward_is_learned_from_such_cycles() -> None:
+    """Their rows need no logits, so they cost less than as many rows of trees."""
+    model = CostModel()
+    model.verify.fit({1: 2e-3, 100: 12e-3})
+    joined = cycle({"verify": 5e-3}, drafts=False, joined=60)
+    assert model.joining(joined) == 0.0
+    for _ in range(3):
+        model.learn(joined)
+        assert model.joining(joined) == pytest.approx(3e-3, rel=0.01)
+    assert model.joining(cycle({"verify": 5e-3}, drafts=False, joined=30)) == pytest.approx(1.5e-3, rel=0.05)
+    assert model.speed * model.verify.at(1.0) == 2e-3, "it is not moved"
+
+
+def test_what_a_drafter_reads_first_costs_by_its_rows() -> None:
+    model = CostModel()
+    for curve in (model.verify, model.extend, model.step):
+        curve.fit({1: 1e-3, 8: 2e-3})
+    extend = model.extend.at(1.0)
+    stages = {"read": 4e-4, "extend": 1e-3, "propose": 1.3e-3, "verify": model.verify.at(4.0)}
+    model.learn(dataclasses.replace(cycle(stages, drafts=True, waited=0.0), read=40))
+    assert model.reading == pytest.approx(1e-5)
+    assert model.extend.at(1.0) == extend, "draft-extend is no dearer"

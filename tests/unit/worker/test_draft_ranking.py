@@ -31,7 +31,7 @@ OTHERS = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, VOCABULARY, value=Fal
 def batch_of(*settings: dict[str, Any], sizes: tuple[int, ...] = (), coupling: bool = True, **own: Any) -> DecodeBatch:
     """A cycle's batch of requests with these parameters, each with a text of its own length. `own` are of Decode."""
     table = PageTable(8, 64, 1)
-    batches = Batches(table, CPU, vocab_size=VOCAB, steps=STEPS, sizes=sizes, coupling=coupling)
+    batches = Batches(table, vocab_size=VOCAB, steps=STEPS, sizes=sizes, coupling=coupling)
     decodes = tuple(
         Decode(n, 5 + n, 1, request_sampling(request_key(n, 0), **each), list(range(6 + n)), **own)
         for n, each in enumerate(settings)

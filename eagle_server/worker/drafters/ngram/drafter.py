@@ -103,7 +103,7 @@ class NgramTries:
 class NgramDrafter:
     """A trie per request, padded to `drafts`. A request without a match drafts nothing."""
 
-    uses_features = extends_ahead = proposes_ahead = False
+    uses_features = extends_ahead = proposes_ahead = reads_late = False
     widest = 1
 
     def __init__(self, tries: NgramTries) -> None:
