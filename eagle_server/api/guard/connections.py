@@ -140,9 +140,9 @@ class BoundedConnection(H11Protocol):
 
     def parse_part(self) -> bool:
         """Parse some of what was received. Returns whether there is more to parse now."""
-        if self._is_long and self._has_left():
+        if self._is_long and not self.transport.is_closing() and self._has_left():
             self.transport.abort()
-        if self.transport.is_closing():
+        if self.transport.is_closing():  # its socket may be closed already
             self._received.clear()
         part = self._next_part()
         if part:
