@@ -23,6 +23,7 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights
 from eagle_server.models.config import CheckpointError
+from eagle_server.ops.native.build import BuildError
 from eagle_server.text.tokenizer import load_tokenizer
 from tests.parity.checkpoints import CASES, write
 from tests.parity.test_target_parity import DenseWindows
@@ -160,6 +161,15 @@ def test_the_directory_is_made_once_and_follows_the_files(tmp_path: Path, monkey
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/proc/none")
     with pytest.raises(CheckpointError, match="can be written"):
         directory_of(file)
+
+
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    """Whoever may write it could have any model served."""
+    kept = module.CACHE.with_name("gguf")
+    kept.mkdir(parents=True)
+    kept.chmod(0o777)
+    with pytest.raises(BuildError, match="others may write it: remove it"):
+        opened(checkpoint("llama", tmp_path / "source"))
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def library() -> ctypes.CDLL:
 
 def _compiled(compiler: str) -> ctypes.CDLL:
     """The library where it is kept, or else compiled into the first directory that can keep it."""
-    directories, name, reasons = _directories(), f"{_key(compiler)}.so", list[OSError]()
-    for directory in sorted(directories, key=lambda directory: not (directory / name).is_file()):
+    name, reasons = f"{_key(compiler)}.so", list[OSError]()
+    for directory in sorted(directories(CACHE, "kernels"), key=lambda directory: not (directory / name).is_file()):
         try:
             return _loaded(directory / name)
         except OSError as error:
@@ -96,13 +96,13 @@ def _compiled(compiler: str) -> ctypes.CDLL:
     raise reasons[0] if reasons else OSError("there is no directory to keep the kernels in")
 
 
-def _directories() -> list[Path]:
-    """Where the library may be kept: in the user's cache, or if that cannot be used among temporary files."""
+def directories(cache: Path, name: str) -> list[Path]:
+    """Where things of this name may be kept: in `cache`, or if that cannot be used among temporary files."""
     found = []
     with suppress(RuntimeError):  # there is no home
-        found.append(CACHE.expanduser())
+        found.append(cache.expanduser())
     with suppress(OSError):
-        found.append(Path(tempfile.gettempdir()) / f"eagle_server-kernels-{os.getuid()}")
+        found.append(Path(tempfile.gettempdir()) / f"eagle_server-{name}-{os.getuid()}")
     return found
 
 
@@ -173,7 +173,7 @@ def _put_library(path: Path) -> None:
     """Compile the library if it is not there whole. Several processes may do so at once. Raises as `_loaded`."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(path.parent)
+        check_owner(path.parent)
         if not _is_whole(path):
             if shutil.disk_usage(path.parent).free < _LEAST_SPACE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -181,7 +181,7 @@ def _put_library(path: Path) -> None:
             began = time.perf_counter()
             put_whole(path, _compile_sealed)
             logger.info("compiled them in %.1f s into %s", time.perf_counter() - began, path)
-        _check_owner(path)
+        check_owner(path)
     except OSError as error:
         raise OSError(f"{path.parent} cannot be used ({error})") from None
 
@@ -206,8 +206,8 @@ def _is_whole(path: Path) -> bool:
     return whole
 
 
-def _check_owner(path: Path) -> None:
-    """Code is loaded from there: nobody else may have put it there."""
+def check_owner(path: Path) -> None:
+    """What is there is trusted, code above all: nobody else may have put it there."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise BuildError(f"{path} belongs to another user, or others may write it: remove it")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from gguf import GGUFReader
 
 from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places, read_index
 from eagle_server.models.config import CheckpointError
-from eagle_server.ops.native.build import CACHE
+from eagle_server.ops.native.build import CACHE, check_owner, directories
 
 _VERSION = "1"  # of what is kept
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
@@ -45,6 +44,7 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is not supported.
+        BuildError: what is kept might be another user's.
     """
     file = file.resolve()
     about = file.stat()
@@ -53,14 +53,15 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
     key = hashlib.sha256(
         repr((_VERSION, str(file), about.st_size, about.st_mtime_ns, times, tokenizer)).encode()
     ).hexdigest()
-    for base in (CACHE.parent / "gguf", Path(tempfile.gettempdir()) / f"eagle_server-{os.getuid()}" / "gguf"):
-        directory = base.expanduser() / f"{file.stem}-{key[:16]}"
-        if (directory / INDEX).is_file():
-            _warn(file, directory)
-            return directory
+    for base in directories(CACHE.with_name("gguf"), "gguf"):
+        directory = base / f"{file.stem}-{key[:16]}"
         try:
-            directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".unfinished-"))
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_owner(base)
+            if (directory / INDEX).is_file():
+                _warn(file, directory)
+                return directory
+            unfinished = Path(tempfile.mkdtemp(dir=base, prefix=".unfinished-"))
         except OSError:
             continue  # a cache that cannot be written
         try:
@@ -73,7 +74,7 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)
         _warn(file, directory)
         return directory
-    raise CheckpointError(f"{file}: neither {CACHE.parent} nor {tempfile.gettempdir()} can be written")
+    raise CheckpointError(f"{file}: neither {CACHE.parent} nor the directory for temporary files can be written")
 
 
 def _warn(file: Path, directory: Path) -> None:
@@ -143,10 +144,10 @@ def _config(
         )
 
     def value(key: str, default: Any = None) -> Any:
-        found = metadata.get(f"{kind}.{key}", default)
-        if found is None:
+        known = metadata.get(f"{kind}.{key}", default)
+        if known is None:
             raise CheckpointError(f"{source}: {kind}.{key} is missing")
-        return found
+        return known
 
     model_type, architecture = _ARCHITECTURES[kind]
     if "token_embd.weight" not in found:
