@@ -384,8 +384,45 @@ def few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_connections")
+@pytest.mark.parametrize("sent", [b"", HEADER, post(b"/body")], ids=UNFINISHED)
+async def test_of_many_connections_those_of_the_address_with_most_are_closed(port: int, sent: bytes) -> None:
+    async with (
+        connected(port, b"", "127.0.0.2") as (page, writer),
+        many(port, sent, 3 * MOST) as others,
+        asyncio.timeout(PATIENCE),
+    ):
+        assert await closed(others) == list(range(3 * MOST - (MOST - 1)))
+        writer.write(get("/"))
+        assert (await page.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.usefixtures("few_connections")
+async def test_a_new_connection_has_time_for_its_request(port: int) -> None:
+    async with (
+        many(port, HEADER, MOST) as others,
+        connected(port, b"") as (page, writer),
+        connected(port, HEADER),
+        asyncio.timeout(PATIENCE),
+    ):
+        assert await closed(others) == [0, 1]
+        writer.write(get("/"))
+        assert (await page.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.usefixtures("few_connections")
+async def test_connections_that_come_all_at_once_are_bounded_as_well(running: Running) -> None:
+    opened = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", running.port) for _ in range(10 * MOST)))
+    assert len(await closed([reader for reader, _ in opened])) == 9 * MOST
+    for _, writer in opened:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest.mark.usefixtures("few_connections")
 async def test_idle_connections_are_closed_before_those_in_use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", float(PATIENCE))
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.0)
     async with (
         connected(port, get("/large")) as (large, _),
         connected(port, post(b"/body", b"x" * 10)) as (answer, upload),

@@ -14,6 +14,7 @@ import resource
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from http import HTTPStatus
@@ -33,6 +34,7 @@ from eagle_server.turns import Turns
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/guard/body.py
 LEAST_READ = 2**16  # bytes of an answer, or its rest, that a client must read in that time
 READING_SECONDS = 10.0  # if a client reads nothing for so long, its answer may be cut when connections are needed
+ARRIVAL_SECONDS = 1.0  # on a new connection, or after an answer, a request may be on its way
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
 HTTP2_PREFACE = b"PRI * HTTP/2.0"
@@ -117,6 +119,7 @@ class BoundedConnection(H11Protocol):
         self._probed: object = None  # the newest request for which an interim answer was sent
         self.app_state = {**self.app_state, ABORT: transport.abort}
         super().connection_made(transport)
+        self.address = address_of({"client": self.client})  # the client's, or the proxy's
         most = most_connections()
         if len(self.connections) > most:
             self._close_others(1 + most // 64)  # some more than one, because finding them takes time
@@ -300,11 +303,6 @@ class BoundedConnection(H11Protocol):
         _parsing.setdefault(self.loop, _Parsing()).add(self)
 
     @property
-    def address(self) -> str:
-        """The client's, or the proxy's."""
-        return address_of({"client": self.client})
-
-    @property
     def wait(self) -> Wait:
         """What the server waits for this client to do."""
         if self.conn.their_state is h11.SEND_BODY:
@@ -325,14 +323,21 @@ class BoundedConnection(H11Protocol):
         return now - self._since > REQUEST_SECONDS
 
     def _close_others(self, count: int) -> None:
-        """Close the least needed connections; among equals, first those that have waited longest for their clients."""
-        now, waiting = time.monotonic(), []
+        """Close the least needed connections of the addresses that have most of them.
+
+        Among equals those that have waited longest for their clients.
+        """
+        now, waiting = time.monotonic(), list[tuple[Wait, BoundedConnection]]()
         for other in self.connections:
-            if other is not self and isinstance(other, BoundedConnection):
+            if other is not self and isinstance(other, BoundedConnection) and not other.transport.is_closing():
                 wait = other.wait
+                if wait is Wait.REQUEST and now - other._since < ARRIVAL_SECONDS:
+                    wait = Wait.HEADER
                 if wait < Wait.READING or (wait is Wait.READING and now - other._since > READING_SECONDS):
-                    waiting.append((wait, other._since, id(other), other))
-        for *_, connection in heapq.nsmallest(count, waiting):
+                    waiting.append((wait, other))
+        most = Counter(other.address for _, other in waiting)
+        order = [(-most[other.address], wait, other._since, id(other), other) for wait, other in waiting]
+        for *_, connection in heapq.nsmallest(count, order):
             connection.transport.abort()
 
 
