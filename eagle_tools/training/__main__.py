@@ -28,6 +28,8 @@ Train draft heads, and the demo pair that this package contains.
   a head from elsewhere, trained further for the temperatures that you serve:
     eagle-server train eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
+  rows of a chat model's conversations to train on, masked to what the model generates:
+    eagle-server train prepare --data CHATS.jsonl --model-path PATH_OR_HUB_ID --out ROWS.jsonl
   a block drafter for it: the same with `block`, and --speculative-algorithm DFLASH
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     eagle-server train demo --work DIR
@@ -85,11 +87,24 @@ def _parser() -> argparse.ArgumentParser:
     heads.add_argument("--compile", action="store_true", help="use torch.compile")
     for one in (demo, heads):
         one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
+    _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
     _add_head_arguments(stage("eagle3", "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", "train a ReDrafter head for a dense target"))
     _add_block_arguments(stage("block", "train a block drafter (DFlash, DFlash 2, DSpark) for a dense target"))
     return parser
+
+
+def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines: chats, token rows or texts")
+    parser.add_argument("--model-path", required=True, help="whose tokenizer, chat template and end-of-sequence ids")
+    parser.add_argument("--out", type=Path, required=True, help="the token rows, as JSON lines")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (not given: the model's own)")
+    parser.add_argument("--chat-template-kwargs", metavar="JSON", help="its variables, as the server will be asked")
+    parser.add_argument(
+        "--preformatted", action="store_true", help="rows are {text}, or {prompt, completion}, that need no template"
+    )
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -> None:

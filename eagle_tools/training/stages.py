@@ -37,6 +37,8 @@ from eagle_tools.training.recipes import (
     RedrafterRecipe,
 )
 from eagle_tools.training.redrafter import train_redrafter
+from eagle_tools.training.rows.masking import ChatModel
+from eagle_tools.training.rows.prepare import Preparation, prepare, template_variables
 from eagle_tools.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 
 
@@ -188,12 +190,24 @@ def _train_and_write(
     print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
 
 
+def _prepare(parsed: argparse.Namespace) -> None:
+    preparation = Preparation(
+        model=ChatModel.load(parsed.model_path, parsed.chat_template),
+        preformatted=parsed.preformatted,
+        ignored=frozenset(parsed.ignore),
+        variables=template_variables(parsed.chat_template_kwargs),
+    )
+    counts = prepare(preparation, parsed.data, parsed.out)
+    print(f"{parsed.out}: {counts['rows']} rows, {counts['tokens']} tokens, {counts['supervised']} to train on")
+
+
 STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "demo": _demo,
     "tokenizer": _tokenizer,
     "target": _target,
     "export": _export,
     "demo-heads": _demo_heads,
+    "prepare": _prepare,
     "eagle3": _head,
     "medusa": _medusa,
     "redrafter": _redrafter,
