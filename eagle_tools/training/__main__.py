@@ -11,6 +11,7 @@ from eagle_tools import DEMO, require_extra
 from eagle_tools.training.recipes import (
     DEMO_HEAD,
     LOSS_NAMES,
+    ROW_LENGTH,
     WEIGHTINGS,
     AnyRecipe,
     BlockRecipe,
@@ -30,6 +31,7 @@ Train draft heads, and the demo pair that this package contains.
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   rows of a chat model's conversations to train on, masked to what the model generates:
     eagle-server train prepare --data CHATS.jsonl --model-path PATH_OR_HUB_ID --out ROWS.jsonl
+    eagle-server train eagle3 --target PATH_OR_HUB_ID --data ROWS.jsonl --draft-vocab 32000 --out HEAD
   a block drafter for it: the same with `block`, and --speculative-algorithm DFLASH
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     eagle-server train demo --work DIR
@@ -115,14 +117,16 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         "--data",
         type=Path,
         nargs="+",
-        help="text files or directories of them, no chats (not given: Python's standard library)",
+        help="token rows, or text files or directories of them, no chats (not given: Python's standard library)",
     )
     parser.add_argument(
         "--steps", type=int, default=default.steps, help="training steps of about 6144 rows (%(default)s)"
     )
     parser.add_argument("--peak", type=float, default=default.peak, help="highest learning rate (%(default)s)")
     parser.add_argument(
-        "--length", type=int, default=default.length, help="tokens per text; one in eight is longer (%(default)s)"
+        "--length",
+        type=int,
+        help=f"tokens per text, one in eight is longer ({default.length}); of token rows per window ({ROW_LENGTH})",
     )
     parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
     parser.add_argument(
@@ -135,7 +139,7 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         "--sampled-texts",
         type=int,
         default=default.sampled_texts,
-        help="texts the target writes to train on (%(default)s)",
+        help="texts the target writes to train on, beside a corpus (%(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto: a GPU if there is one (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)")

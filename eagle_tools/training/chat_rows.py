@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eagle_tools.training.rows.token_rows import is_row_file
+
 KEYS = ("messages", "conversations")  # OpenAI's, ShareGPT's
 TEXT_KEYS = ("text", "prompt", "completion")
 _PREPARE = "`eagle-server train prepare` makes token rows of them, to train on"
@@ -22,6 +24,8 @@ def refuse_chats(file: Path, text: str) -> None:
     """
     if any(map(_is_chat, _rows(file, text))):
         raise ValueError(f"--data {file}: its rows are chats ({' or '.join(KEYS)}), not plain text; {_PREPARE}")
+    if is_row_file(file):
+        raise ValueError(f"--data {file}: token rows, not plain text")
     if file.suffix == ".jsonl" and _has_text_row(text):
         raise ValueError(
             f"--data {file}: its rows are JSON with texts in it, not plain text; {_PREPARE}, --preformatted"

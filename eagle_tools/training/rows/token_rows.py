@@ -140,3 +140,14 @@ def read_token_rows(file: Path, vocab_size: int | None = None) -> Iterator[Token
             raise RowError(file, number, f"the second row with id {row.id!r} and gen {row.gen}")
         seen.add((row.id, row.gen))
         yield row
+
+
+def is_row_file(path: Path) -> bool:
+    """Whether a file holds token rows: the first row decides."""
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        return False
+    try:
+        _, first = next(numbered_objects(path), (0, {}))
+    except (RowError, UnicodeDecodeError):
+        return False
+    return TOKENS in first
