@@ -29,6 +29,8 @@ Train draft heads, and the demo pair that this package contains.
   a head from elsewhere, trained further for the temperatures that you serve:
     eagle-server train eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
+  rows that your served model writes, which is the best data for its head:
+    eagle-server train regenerate --data PROMPTS.jsonl --url http://HOST:PORT/v1 --out ROWS.jsonl
   rows of a chat model's conversations to train on, masked to what the model generates:
     eagle-server train prepare --data CHATS.jsonl --model-path PATH_OR_HUB_ID --out ROWS.jsonl
     eagle-server train eagle3 --target PATH_OR_HUB_ID --data ROWS.jsonl --draft-vocab 32000 --out HEAD
@@ -89,12 +91,34 @@ def _parser() -> argparse.ArgumentParser:
     heads.add_argument("--compile", action="store_true", help="use torch.compile")
     for one in (demo, heads):
         one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
+    _add_regenerate_arguments(stage("regenerate", "let a served model answer conversations anew, as token rows"))
     _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
     _add_head_arguments(stage("eagle3", "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", "train a ReDrafter head for a dense target"))
     _add_block_arguments(stage("block", "train a block drafter (DFlash, DFlash 2, DSpark) for a dense target"))
     return parser
+
+
+def _add_regenerate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="JSON lines: messages, ShareGPT, or {prompt}"
+    )
+    parser.add_argument("--url", required=True, help="http://HOST:PORT/v1 of a server with return_token_ids")
+    parser.add_argument("--out", type=Path, required=True, help="the token rows; run again to go on after a kill")
+    parser.add_argument("--api-key", metavar="KEY", help="better set EAGLE_SERVER_API_KEY, as ps shows flags")
+    parser.add_argument("--model", help="its name (not given: the first that the server names)")
+    parser.add_argument("--concurrency", type=int, default=32, help="conversations at once (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="of the conversations in turn (0)"
+    )
+    parser.add_argument("--max-tokens", type=int, help="of an answer (not given: until the context is full)")
+    parser.add_argument(
+        "--sampling", metavar="JSON", help='more of each request, such as {"top_p": 0.8, "reasoning_effort": "low"}'
+    )
+    parser.add_argument("--chat-template-kwargs", metavar="JSON", help="variables of the chat template")
+    parser.add_argument("--keep-thinking", action="store_true", help="send earlier thinking with the history")
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
 
 
 def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:

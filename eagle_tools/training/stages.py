@@ -39,8 +39,7 @@ from eagle_tools.training.recipes import (
     RedrafterRecipe,
 )
 from eagle_tools.training.redrafter import train_redrafter
-from eagle_tools.training.rows.masking import ChatModel
-from eagle_tools.training.rows.prepare import Preparation, prepare, template_variables
+from eagle_tools.training.rows.commands import ROW_STAGES
 from eagle_tools.training.rows.row_set import RowSet, read_row_set
 from eagle_tools.training.rows.token_rows import is_row_file
 from eagle_tools.training.sources import own_texts
@@ -217,24 +216,13 @@ def _train_and_write(
     print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
 
 
-def _prepare(parsed: argparse.Namespace) -> None:
-    preparation = Preparation(
-        model=ChatModel.load(parsed.model_path, parsed.chat_template),
-        preformatted=parsed.preformatted,
-        ignored=frozenset(parsed.ignore),
-        variables=template_variables(parsed.chat_template_kwargs),
-    )
-    counts = prepare(preparation, parsed.data, parsed.out)
-    print(f"{parsed.out}: {counts['rows']} rows, {counts['tokens']} tokens, {counts['supervised']} to train on")
-
-
 STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "demo": _demo,
     "tokenizer": _tokenizer,
     "target": _target,
     "export": _export,
     "demo-heads": _demo_heads,
-    "prepare": _prepare,
+    **ROW_STAGES,
     "eagle3": _head,
     "medusa": _medusa,
     "redrafter": _redrafter,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,20 +96,3 @@ def prepare(preparation: Preparation, files: Sequence[Path], out: Path) -> Count
     finally:
         temporary.unlink(missing_ok=True)
     return counts
-
-
-def template_variables(text: str | None) -> dict[str, Any]:
-    """--chat-template-kwargs as an object.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if text is None:
-        return {}
-    try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ValueError(f"--chat-template-kwargs {text}: a JSON object is expected")
-    return values
