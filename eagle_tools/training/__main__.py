@@ -26,6 +26,8 @@ Train draft heads, and the demo pair that this package contains.
   a head for your own target:
     eagle-server train eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     eagle-server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
+  how it drafts on conversations, by the server's counters, beside decoding without it:
+    eagle-server train evaluate --target PATH_OR_HUB_ID --head HEAD --data CHATS.jsonl
   a head from elsewhere, trained further for the temperatures that you serve:
     eagle-server train eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
@@ -92,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     for one in (demo, heads):
         one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
     _add_regenerate_arguments(stage("regenerate", "let a served model answer conversations anew, as token rows"))
+    _add_evaluate_arguments(stage("evaluate", "measure a served head on conversations: acceptance and tokens/s"))
     _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
     _add_head_arguments(stage("eagle3", "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", "train Medusa heads for a dense target"))
@@ -119,6 +122,24 @@ def _add_regenerate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template-kwargs", metavar="JSON", help="variables of the chat template")
     parser.add_argument("--keep-thinking", action="store_true", help="send earlier thinking with the history")
     parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
+
+
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="PATH", help="directory or Hub id to serve, with --head")
+    parser.add_argument("--head", metavar="PATH", help="directory or Hub id of the head")
+    parser.add_argument(
+        "--serve", default="", metavar="FLAGS", help='more flags of that server: "--topk 1 --speculative-num-steps 3"'
+    )
+    parser.add_argument("--url", help="of a running server, instead of --target and --head")
+    parser.add_argument("--api-key", metavar="KEY", help="better set EAGLE_SERVER_API_KEY, as ps shows flags")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines of conversations, a set each")
+    parser.add_argument("--concurrency", type=int, default=1, help="conversations at once (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the answers (0)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (%(default)s)")
+    parser.add_argument("--sampling", metavar="JSON", help="more of each request")
+    parser.add_argument("--no-plain", action="store_true", help="without the second pass that drafts nothing")
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:

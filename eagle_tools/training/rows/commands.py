@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from eagle_server.config.commands import environment_value
+from eagle_tools.bench.servers import BenchError, running
+from eagle_tools.training.rows.evaluation import CountedClient, Evaluation, evaluate, table
 from eagle_tools.training.rows.masking import ChatModel
 from eagle_tools.training.rows.prepare import Preparation, prepare
 from eagle_tools.training.rows.regenerate import Regeneration, RowFiles, read_records, regenerate
@@ -44,8 +47,7 @@ def _regenerate(parsed: argparse.Namespace) -> None:
     files = RowFiles(parsed.out)
 
     async def run() -> Counter[str]:
-        key = parsed.api_key or os.environ.get("EAGLE_SERVER_API_KEY")
-        client = AnswerClient(parsed.url, key, parsed.concurrency)
+        client = AnswerClient(parsed.url, parsed.api_key or environment_value("api-key"), parsed.concurrency)
         try:
             return await regenerate(client, how, records, files, parsed.model)
         finally:
@@ -61,6 +63,46 @@ def _regenerate(parsed: argparse.Namespace) -> None:
         end="",
     )
     print(f"{counts['earlier']} settled before; {counts['rows']} rows, {counts['tokens']} tokens generated")
+
+
+def _evaluate(parsed: argparse.Namespace) -> None:
+    if (parsed.url is None) == (parsed.target is None or parsed.head is None):
+        raise ValueError("give --target and --head to be served, or the --url of a server that has them")
+    datasets = {file: read_records([file], frozenset(parsed.ignore)) for file in parsed.data}
+    if empty := [file for file, records in datasets.items() if not records]:
+        raise ValueError(f"--data {empty[0]}: it has no conversations")
+    how = Regeneration(
+        temperatures=(parsed.temperature,),
+        concurrency=parsed.concurrency,
+        sampling={"max_tokens": parsed.max_tokens, **json_object("--sampling", parsed.sampling)},
+    )
+
+    async def measured(url: str) -> list[Evaluation]:
+        client = CountedClient(url, parsed.api_key or environment_value("api-key"), parsed.concurrency)
+        try:
+            return await evaluate(client, how, datasets, plain=not parsed.no_plain)
+        finally:
+            await client.close()
+
+    try:
+        if parsed.url is not None:
+            found = asyncio.run(measured(parsed.url))
+        else:
+            flags = ["--model-path", parsed.target, "--speculative-draft-model-path", parsed.head]
+            with running("evaluated", [*flags, *shlex.split(parsed.serve)]) as server:
+                found = asyncio.run(measured(f"http://{server.host}:{server.port}"))
+    except (ServerLost, BenchError) as error:
+        raise ValueError(str(error)) from None
+    if parsed.json:
+        settings = {"target": parsed.target, "head": parsed.head, "url": parsed.url, "serve": parsed.serve}
+        requests = {
+            "temperature": parsed.temperature,
+            "concurrency": parsed.concurrency,
+            "max_tokens": parsed.max_tokens,
+        }
+        print(json.dumps({**settings, **requests, "data": [each.numbers() for each in found]}, indent=2))
+    else:
+        print(table(found))
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any]:
@@ -80,4 +122,8 @@ def json_object(option: str, text: str | None) -> dict[str, Any]:
     return values
 
 
-ROW_STAGES: dict[str, Callable[[argparse.Namespace], None]] = {"prepare": _prepare, "regenerate": _regenerate}
+ROW_STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "prepare": _prepare,
+    "regenerate": _regenerate,
+    "evaluate": _evaluate,
+}

@@ -182,7 +182,7 @@ async def regenerate(
     ]
     counts = Counter(conversations=len(records), earlier=len(records) - len(open_records))
     with tqdm(total=len(records), initial=counts["earlier"], desc="regenerate", unit="chat") as bar:
-        async for done in _in_order(client, how, open_records, body):
+        async for done in in_order(client, how, open_records, body):
             files.write(done)
             counts["failed" if done.error is not None else "answered"] += 1
             counts["rows"] += len(done.rows)
@@ -195,7 +195,7 @@ async def regenerate(
     return counts
 
 
-async def _in_order(
+async def in_order(
     client: AnswerClient, how: Regeneration, records: Sequence[tuple[ChatRecord, float]], body: Mapping[str, Any]
 ) -> AsyncIterator[Regenerated]:
     """The conversations in their order. So many run at once, and some may be ahead of one that takes long."""

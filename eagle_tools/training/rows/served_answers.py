@@ -25,12 +25,16 @@ class AnswerFailed(Exception):
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """One answer: its message for the history, and the token ids of its prompt and of itself."""
+    """One answer: its message for the history, and the token ids of its prompt and of itself.
+
+    histogram: how many cycles accepted 0, 1, ... drafts; nothing where the server does not say so.
+    """
 
     message: Mapping[str, Any]
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
     finish_reason: str | None
+    histogram: tuple[int, ...] = ()
 
 
 class AnswerClient:
@@ -81,6 +85,10 @@ class AnswerClient:
             await asyncio.sleep(_wait(response, self.pause * 2**number))
         raise AssertionError("tries is at least 1")
 
+    async def flush_cache(self) -> None:
+        """Drop the server's prefix cache, so that prompts are computed anew. Other servers may have no such path."""
+        await self._send("POST", "flush_cache", None)
+
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         """A response. A lost connection is tried once more: the server may have closed it between two requests."""
         for last in (False, True):
@@ -102,7 +110,9 @@ class AnswerClient:
             raise AnswerFailed(f"the answer is none of chat completions: {response.text[:200]!r}") from None
         if not isinstance(prompt, list) or not isinstance(ids, list):
             raise ServerLost(f"the server at {self.url} ignores return_token_ids: its answers have no token ids")
-        return ServedAnswer(message, tuple(prompt), tuple(ids), choice.get("finish_reason"))
+        drafts = (body.get("metrics") or {}).get("speculative_decoding") or {}
+        histogram = tuple(drafts.get("acceptance_histogram") or ())
+        return ServedAnswer(message, tuple(prompt), tuple(ids), choice.get("finish_reason"), histogram)
 
 
 def request_message(message: Mapping[str, Any]) -> dict[str, Any]:

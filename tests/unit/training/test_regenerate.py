@@ -46,7 +46,10 @@ def server(reply: Reply) -> Iterator[str]:
             self._send(200, {"data": [{"id": "served"}]})
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            sent = self.rfile.read(int(self.headers["content-length"]))
+            if self.path != "/v1/chat/completions":
+                return self._send(404, {})
+            body = json.loads(sent)
             assert body["model"] == "served" and body["return_token_ids"] is True
             with lock:
                 number = next(numbers)
