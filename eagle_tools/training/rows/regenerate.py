@@ -139,10 +139,17 @@ class RowFiles:
         if done.error is None:
             lines, file = "".join(row.line() + "\n" for row in done.rows), self.out
         else:
-            failure = {"id": done.record.id, "error": done.error, "messages": list(done.record.messages)}
-            lines, file = json.dumps(failure, ensure_ascii=False) + "\n", self.failures
+            lines, file = json.dumps(_failure(done), ensure_ascii=False) + "\n", self.failures
         with file.open("ab") as opened:
             opened.write(lines.encode())
+
+
+def _failure(done: Regenerated) -> dict[str, Any]:
+    """The conversation as a row that can be data again, and why it failed."""
+    record = done.record
+    row: dict[str, Any] = {"id": record.id, "error": done.error, "messages": list(record.messages)}
+    others = {"tools": list(record.tools), "chat_template_kwargs": dict(record.variables)}
+    return row | {name: value for name, value in others.items() if value}
 
 
 def _cut(file: Path, *, last: bool) -> set[str]:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from eagle_tools.training.__main__ import main
-from eagle_tools.training.rows.regenerate import FAILED
+from eagle_tools.training.rows.chat_records import RecordReader
+from eagle_tools.training.rows.regenerate import FAILED, Regenerated, RowFiles
 from eagle_tools.training.rows.token_rows import read_token_rows
 from tests.api.fake_engine import EOS, ID, byte_tokenizer
 from tests.support.scripted import serving
@@ -156,6 +157,15 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path: Path) -> Non
         assert killed.read_bytes() == whole.read_bytes()
         assert main(command(data, url, killed)) == 0
     assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_a_failure_is_the_whole_conversation(tmp_path: Path) -> None:
+    values = {"id": "x", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
+    values["chat_template_kwargs"] = {"enable_thinking": False}
+    record, files = RecordReader(tmp_path / "data").record(1, values), RowFiles(tmp_path / "rows.jsonl")
+    files.write(Regenerated(record, error="no"))
+    assert json.loads(files.failures.read_text()) == {**values, "error": "no"}
+    assert files.resume() == {"x"}
 
 
 def test_what_fails_is_in_a_file_of_its_own_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
