@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
     "tools": set(),  # eagle_tools/__init__.py
     "tools.chat": set(),
     "tools.tree": LOWEST | PEERS | {"text", "worker", "engine"},
-    "tools.training": LOWEST | PEERS,
+    "tools.training": LOWEST | PEERS | {"text", "tools.bench"},  # it renders conversations, and starts servers
     "tools.training.tree_search": LOWEST | PEERS | {"text", "engine", "tools.tree"},  # it measures engines
     "tools.bench": LOWEST | PEERS | {"text", "engine"},
     "tools.bench.budget": LOWEST | PEERS | {"worker"},  # it simulates one

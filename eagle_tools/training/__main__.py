@@ -11,6 +11,7 @@ from eagle_tools import DEMO, require_extra
 from eagle_tools.training.recipes import (
     DEMO_HEAD,
     LOSS_NAMES,
+    ROW_LENGTH,
     WEIGHTINGS,
     AnyRecipe,
     BlockRecipe,
@@ -25,9 +26,16 @@ Train draft heads, and the demo pair that this package contains.
   a head for your own target:
     eagle-server train eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     eagle-server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
+  how it drafts on conversations, by the server's counters, beside decoding without it:
+    eagle-server train evaluate --target PATH_OR_HUB_ID --head HEAD --data CHATS.jsonl
   a head from elsewhere, trained further for the temperatures that you serve:
     eagle-server train eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
+  rows that your served model writes, which is the best data for its head:
+    eagle-server train regenerate --data PROMPTS.jsonl --url http://HOST:PORT/v1 --out ROWS.jsonl
+  rows of a chat model's conversations to train on, masked to what the model generates:
+    eagle-server train prepare --data CHATS.jsonl --model-path PATH_OR_HUB_ID --out ROWS.jsonl
+    eagle-server train eagle3 --target PATH_OR_HUB_ID --data ROWS.jsonl --draft-vocab 32000 --out HEAD
   a block drafter for it: the same with `block`, and --speculative-algorithm DFLASH
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     eagle-server train demo --work DIR
@@ -85,11 +93,65 @@ def _parser() -> argparse.ArgumentParser:
     heads.add_argument("--compile", action="store_true", help="use torch.compile")
     for one in (demo, heads):
         one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
+    _add_regenerate_arguments(stage("regenerate", "let a served model answer conversations anew, as token rows"))
+    _add_evaluate_arguments(stage("evaluate", "measure a served head on conversations: acceptance and tokens/s"))
+    _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
     _add_head_arguments(stage("eagle3", "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", "train a ReDrafter head for a dense target"))
     _add_block_arguments(stage("block", "train a block drafter (DFlash, DFlash 2, DSpark) for a dense target"))
     return parser
+
+
+def _add_regenerate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="JSON lines: messages, ShareGPT, or {prompt}"
+    )
+    parser.add_argument("--url", required=True, help="http://HOST:PORT/v1 of a server with return_token_ids")
+    parser.add_argument("--out", type=Path, required=True, help="the token rows; run again to go on after a kill")
+    parser.add_argument("--api-key", metavar="KEY", help="better set EAGLE_SERVER_API_KEY, as ps shows flags")
+    parser.add_argument("--model", help="its name (not given: the first that the server names)")
+    parser.add_argument("--concurrency", type=int, default=32, help="conversations at once (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="of the conversations in turn (0)"
+    )
+    parser.add_argument("--max-tokens", type=int, help="of an answer (not given: until the context is full)")
+    parser.add_argument(
+        "--sampling", metavar="JSON", help='more of each request, such as {"top_p": 0.8, "reasoning_effort": "low"}'
+    )
+    parser.add_argument("--chat-template-kwargs", metavar="JSON", help="variables of the chat template")
+    parser.add_argument("--keep-thinking", action="store_true", help="send earlier thinking with the history")
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
+
+
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="PATH", help="directory or Hub id to serve, with --head")
+    parser.add_argument("--head", metavar="PATH", help="directory or Hub id of the head")
+    parser.add_argument(
+        "--serve", default="", metavar="FLAGS", help='more flags of that server: "--topk 1 --speculative-num-steps 3"'
+    )
+    parser.add_argument("--url", help="of a running server, instead of --target and --head")
+    parser.add_argument("--api-key", metavar="KEY", help="better set EAGLE_SERVER_API_KEY, as ps shows flags")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines of conversations, a set each")
+    parser.add_argument("--concurrency", type=int, default=1, help="conversations at once (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the answers (0)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (%(default)s)")
+    parser.add_argument("--sampling", metavar="JSON", help="more of each request")
+    parser.add_argument("--no-plain", action="store_true", help="without the second pass that drafts nothing")
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines: chats, token rows or texts")
+    parser.add_argument("--model-path", required=True, help="whose tokenizer, chat template and end-of-sequence ids")
+    parser.add_argument("--out", type=Path, required=True, help="the token rows, as JSON lines")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (not given: the model's own)")
+    parser.add_argument("--chat-template-kwargs", metavar="JSON", help="its variables, as the server will be asked")
+    parser.add_argument(
+        "--preformatted", action="store_true", help="rows are {text}, or {prompt, completion}, that need no template"
+    )
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -> None:
@@ -100,14 +162,16 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         "--data",
         type=Path,
         nargs="+",
-        help="text files or directories of them, no chats (not given: Python's standard library)",
+        help="token rows, or text files or directories of them, no chats (not given: Python's standard library)",
     )
     parser.add_argument(
         "--steps", type=int, default=default.steps, help="training steps of about 6144 rows (%(default)s)"
     )
     parser.add_argument("--peak", type=float, default=default.peak, help="highest learning rate (%(default)s)")
     parser.add_argument(
-        "--length", type=int, default=default.length, help="tokens per text; one in eight is longer (%(default)s)"
+        "--length",
+        type=int,
+        help=f"tokens per text, one in eight is longer ({default.length}); of token rows per window ({ROW_LENGTH})",
     )
     parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
     parser.add_argument(
@@ -120,7 +184,7 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         "--sampled-texts",
         type=int,
         default=default.sampled_texts,
-        help="texts the target writes to train on (%(default)s)",
+        help="texts the target writes to train on, beside a corpus (%(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto: a GPU if there is one (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)")

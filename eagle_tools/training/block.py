@@ -23,18 +23,15 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_tools.training.corpus import Corpus
-from eagle_tools.training.eagle3 import PROMPT, OwnTexts, at_most, begin, text_window
 from eagle_tools.training.heads import default_boundaries, layer_keys
 from eagle_tools.training.loop import Job, Schedule, train
 from eagle_tools.training.losses import coupled_acceptance, overlap
-from eagle_tools.training.packed_blocks import (
-    BlockScores,
-    block_loss,
-    block_scores,
-    drawn_anchors,
-)
+from eagle_tools.training.packed_blocks import BlockScores, block_loss, block_scores, drawn_anchors
+from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import BlockRecipe, EdgeName
 from eagle_tools.training.redrafter import accept_length, accuracies
+from eagle_tools.training.rows.row_set import RowSet
+from eagle_tools.training.sources import PROMPT, OwnTexts, RowTexts, begin
 from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import Lesson, teach
 
@@ -51,12 +48,21 @@ class NewBlock:
     config_json: dict[str, Any]
 
 
-def rarest_token(target: TargetModel, stream: np.ndarray) -> int:
-    """The token that a text has least often. Of several it is the one with the largest embedding: a row needs one."""
-    counts = torch.from_numpy(np.bincount(stream, minlength=target.config.vocab_size))
+def rarest_token(target: TargetModel, id_counts: np.ndarray) -> int:
+    """The token with the smallest of `id_counts` int64 [V]. Of several it is the one with the largest embedding."""
+    counts = torch.from_numpy(id_counts)
     rare = (counts == counts.min()).nonzero()[:, 0]
-    norms = target.embed.detach().cpu().float().norm(dim=1)[rare]
+    norms = target.embed.detach().cpu().float().norm(dim=1)[rare]  # a row needs one
     return int(rare[norms.argmax()])
+
+
+def _id_counts(target: TargetModel, data: Corpus | RowSet) -> np.ndarray:
+    """How often each id is in the data, int64 [V]. Special ids of rows count as frequent."""
+    if not isinstance(data, RowSet):
+        return np.bincount(data.train, minlength=target.config.vocab_size)
+    counts = data.counts.copy()
+    counts[sorted(data.special)] += 1
+    return counts
 
 
 def new_block(target: TargetModel, recipe: BlockRecipe, mask_token_id: int) -> NewBlock:
@@ -135,32 +141,39 @@ def _published(
     return {"architectures": ["Qwen3DSparkModel"], **layers, **places, **flags, **confidence, **markov}
 
 
-def train_block(target: TargetModel, corpus: Corpus, recipe: BlockRecipe, directory: Path) -> NewBlock:
+def train_block(target: TargetModel, data: Corpus | RowSet, recipe: BlockRecipe, directory: Path) -> NewBlock:
     """Train a head in `directory`, or finish its training. `target` is frozen."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
-    inputs, samples = begin(target, corpus, recipe, directory)
+    inputs, source = begin(target, data, recipe, directory)
     torch.manual_seed(0)
-    mask = rarest_token(target, corpus.train) if recipe.mask_token_id is None else recipe.mask_token_id
-    new = new_block(target, recipe, mask)
+    mask = recipe.mask_token_id
+    new = new_block(target, recipe, rarest_token(target, _id_counts(target, data)) if mask is None else mask)
     device, everything = target.embed.device, torch.arange(target.config.vocab_size, device=target.embed.device)
     lesson_of = torch.compile(teach) if recipe.compiled else teach
     loss_of = torch.compile(_step_loss) if recipe.compiled else _step_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = text_window(corpus, samples, recipe, target.config.max_position, step)
-        window = at_most(recipe.texts, window, recipe.length).to(device)
-        own = step % 2 == 1 and len(samples.train) > 0
+        window, packing = source.window(step)
+        window, packing = window.to(device), None if packing is None else packing.to(device)
+        own = packing is None and step % 2 == 1 and recipe.sampled_texts > 0
         count = max(1, recipe.anchors * window.shape[1] // recipe.length)
         with torch.autocast(device.type, torch.bfloat16):
-            lesson = lesson_of(target, window, everything, new.head.aux_boundaries)
+            lesson = lesson_of(target, window, everything, new.head.aux_boundaries, packing=packing)
             first = recipe.length // 2 if own else 0  # behind the longest prompt
             anchors = drawn_anchors(lesson, first, count, recipe.block_size, step)
             return loss_of(new.head, lesson, anchors, recipe), {}
 
     @torch.no_grad()
+    def score(window: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        lesson = teach(target, window.to(device), everything, new.head.aux_boundaries, packing=packing.to(device))
+        return _score_answers(new.head, lesson, recipe)
+
+    @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        return evaluate_block(target, new.head, corpus, samples, recipe)
+        if isinstance(source, RowTexts):
+            return source.rows.evaluate(score)
+        return evaluate_block(target, new.head, source.corpus, source.samples, recipe)
 
     with warnings.catch_warnings():  # rows are bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -170,6 +183,16 @@ def train_block(target: TargetModel, corpus: Corpus, recipe: BlockRecipe, direct
 
 def _step_loss(head: BlockHead, lesson: Lesson, anchors: Tensor, recipe: BlockRecipe) -> Tensor:
     return block_loss(block_scores(head, lesson, anchors), recipe.loss, recipe.weighting, recipe.gamma)
+
+
+def _score_answers(head: BlockHead, lesson: Lesson, recipe: BlockRecipe) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Score` of the lesson of a packed text, over some of its anchors: hits [K, 1, blocks]."""
+    anchors = drawn_anchors(lesson, 0, _EVALUATED_BLOCKS, recipe.block_size, seed=0)
+    scores = block_scores(head, lesson, anchors)
+    assert scores.counted is not None
+    right = scores.logits.argmax(-1) == scores.following
+    value = block_loss(scores, recipe.loss, recipe.weighting, recipe.gamma)
+    return value, right.t()[:, None], scores.counted.t()[:, None]
 
 
 @torch.no_grad()

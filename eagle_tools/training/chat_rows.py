@@ -1,4 +1,4 @@
-"""Files of chats. Trainings read plain text, and a chat without the model's chat template is not what it sees."""
+"""Files of rows where plain text is expected. A chat without the model's chat template is not what the model sees."""
 
 from __future__ import annotations
 
@@ -7,19 +7,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eagle_tools.training.rows.token_rows import is_row_file
+
 KEYS = ("messages", "conversations")  # OpenAI's, ShareGPT's
+TEXT_KEYS = ("text", "prompt", "completion")
+_PREPARE = "`eagle-server train prepare` makes token rows of them, to train on"
 
 
 def refuse_chats(file: Path, text: str) -> None:
-    """Refuse a file of chat rows: JSON lines, or a JSON list. Other text that has JSON in it is text.
+    """Refuse a file of chat rows (JSON lines, or a JSON list), and a .jsonl file whose rows are texts.
+
+    Other text that has JSON in it is text.
 
     Raises:
         ValueError: names the file and what to give instead.
     """
     if any(map(_is_chat, _rows(file, text))):
+        raise ValueError(f"--data {file}: its rows are chats ({' or '.join(KEYS)}), not plain text; {_PREPARE}")
+    if is_row_file(file):
+        raise ValueError(f"--data {file}: token rows, not plain text")
+    if file.suffix == ".jsonl" and _has_text_row(text):
         raise ValueError(
-            f"--data {file}: its rows are chats ({' or '.join(KEYS)}), not supported yet: give plain text files"
+            f"--data {file}: its rows are JSON with texts in it, not plain text; {_PREPARE}, --preformatted"
         )
+
+
+def _has_text_row(text: str) -> bool:
+    """Whether the first line of a file is an object with a text."""
+    row = _parsed(next((line for line in text.splitlines() if line.strip("\ufeff \t")), ""))
+    return isinstance(row, dict) and any(isinstance(row.get(key), str) for key in TEXT_KEYS)
 
 
 def _rows(file: Path, text: str) -> Iterator[Any]:

@@ -22,12 +22,13 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
-from eagle_tools.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.losses import draft_loss
+from eagle_tools.training.packing import Packing, counted_loss
 from eagle_tools.training.recipes import LossName, MedusaRecipe
+from eagle_tools.training.rows.row_set import RowSet
+from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
-from eagle_tools.training.ttt import accuracies, chain_length
+from eagle_tools.training.ttt import accuracies, by_start, chain_length
 
 HEAD_DECAY = 0.8
 FILE = "medusa_lm_head.safetensors"
@@ -41,6 +42,7 @@ class MedusaLesson:
     features: Tensor  # [batch, length - 1, H], the target's last hidden state at t
     probs: Tensor  # float32 [batch, length - 1, V], distribution of the token at t + 1
     window: Tensor  # int64 [batch, length]
+    packing: Packing | None = None  # of the window; None: each text is one document, and all of it counts
 
 
 def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: bool = False) -> MedusaHeads:
@@ -59,34 +61,39 @@ def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: b
 
 
 @torch.no_grad()
-def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
+def medusa_lesson(target: TargetModel, window: Tensor, packing: Packing | None = None) -> MedusaLesson:
     """The lesson of texts `window` int64 [batch, length]."""
     seen = window[:, :-1]
     batch, length = seen.shape
     places = torch.arange(length, device=window.device).repeat(batch)
-    hidden = target(seen.reshape(-1), places, DenseCausal(batch)).hidden
+    attention = DenseCausal(batch)
+    if packing is not None:
+        places, attention = packing.positions()[:, :-1].reshape(-1), DenseCausal(batch, packing.bias(length))
+    hidden = target(seen.reshape(-1), places, attention).hidden
     probs = target.logits(hidden).float().softmax(-1)
-    return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window)
+    return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window, packing)
 
 
 def medusa_loss(model: MedusaHeads, lesson: MedusaLesson, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
-    """(loss, hits bool [heads, batch, length - 2]).
+    """(loss, hits bool [heads, batch, length - 2]). With a packing only its chains count in the loss.
 
     hits[i, :, t] says whether head i, at position t - i, predicts the token at t + 2. It is False for t < i.
     """
     heads, length = model.config.heads, lesson.window.shape[1]
     logits = model(lesson.features[:, :-1].flatten(0, 1)).unflatten(1, (-1, length - 2))  # [heads, batch, length-2, V]
     total, hits = logits.new_zeros(()), torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    chains = None if lesson.packing is None else lesson.packing.chains(heads)
     for i in range(heads):
+        counted = None if chains is None else chains[i, :, : length - 2 - i]
         guessed, rows = logits[i, :, : length - 2 - i], slice(i, length - 2)
-        total = total + HEAD_DECAY**i * draft_loss(loss, lesson.probs[:, i + 1 : length - 1], guessed)
+        total = total + HEAD_DECAY**i * counted_loss(loss, lesson.probs[:, i + 1 : length - 1], guessed, counted)
         hits[i, :, rows] = guessed.argmax(-1) == lesson.window[:, 2 + i :]
     return total / sum(HEAD_DECAY**i for i in range(heads)), hits
 
 
-def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
+def train_medusa(target: TargetModel, data: Corpus | RowSet, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
     """Train heads in `directory`, or finish their training. `target` is frozen."""
-    inputs, samples = begin(target, corpus, recipe, directory)
+    inputs, source = begin(target, data, recipe, directory)
     model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
     device = target.embed.device
     narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
@@ -94,14 +101,21 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
     loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = text_window(corpus, samples, recipe, target.config.max_position, step).to(device)
-        window = at_most(recipe.texts, window, recipe.length)
+        window, packing = source.window(step)
+        window, packing = window.to(device), None if packing is None else packing.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
-            return loss_of(model, lesson_of(target, window), recipe.loss)[0], {}
+            return loss_of(model, lesson_of(target, window, packing), recipe.loss)[0], {}
+
+    @torch.no_grad()
+    def score(window: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        value, hits = medusa_loss(model, medusa_lesson(target, window.to(device), packing.to(device)), recipe.loss)
+        return value, by_start(hits), packing.chains(recipe.heads)
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        return evaluate_medusa(target, model, corpus, samples)
+        if isinstance(source, RowTexts):
+            return source.rows.evaluate(score)
+        return evaluate_medusa(target, model, source.corpus, source.samples)
 
     schedule = Schedule.of(recipe.steps, recipe.peak)
     train(Job("medusa", model, directory, schedule, loss, evaluate, inputs))

@@ -21,6 +21,7 @@ from torch import Tensor
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
 from eagle_tools.training.losses import draft_loss, overlap, weighted_mean
+from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LossName, Weighting
 from eagle_tools.training.ttt import Lesson
 
@@ -35,10 +36,18 @@ class PackedBlocks(BoundAttention):
         anchors: int64 [batch, blocks].
         contexts: keys and values of the texts' rows, [batch * length, kv_heads, head_dim] by layer.
         causal: whether a row sees only the rows of its block before it, and itself.
+        packing: of the texts; None: each is one document.
     """
 
-    def __init__(self, anchors: Tensor, contexts: Mapping[int, tuple[Tensor, Tensor]], *, causal: bool) -> None:
-        self.anchors, self.contexts, self.causal = anchors, contexts, causal
+    def __init__(
+        self,
+        anchors: Tensor,
+        contexts: Mapping[int, tuple[Tensor, Tensor]],
+        *,
+        causal: bool,
+        packing: Packing | None = None,
+    ) -> None:
+        self.anchors, self.contexts, self.causal, self.packing = anchors, contexts, causal, packing
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """q, k, v [batch * blocks * rows, heads or kv_heads, head_dim] -> [.., heads, head_dim]."""
@@ -49,11 +58,17 @@ class PackedBlocks(BoundAttention):
         context_k, context_v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in self.contexts[layer.index])
         length, rows = context_k.shape[2], queries.shape[4]
         seen = torch.arange(length, device=q.device) <= self.anchors[:, None, :, None, None, None]
+        if self.packing is not None:
+            documents = self.packing.documents
+            own = (
+                documents[:, None, :length] == documents.gather(1, self.anchors)[:, :, None]
+            )  # [batch, blocks, length]
+            seen = seen & own[:, None, :, None, None]
         scores = (queries.flatten(2, 4) @ context_k.transpose(-1, -2)).unflatten(2, queries.shape[2:5])
-        own = queries @ keys.transpose(-1, -2)
+        block = queries @ keys.transpose(-1, -2)
         if self.causal:
-            own = own.masked_fill(own.new_ones(rows, rows, dtype=torch.bool).triu(1), -torch.inf)
-        joined = torch.cat([scores.masked_fill(~seen, -torch.inf), own], dim=-1)
+            block = block.masked_fill(block.new_ones(rows, rows, dtype=torch.bool).triu(1), -torch.inf)
+        joined = torch.cat([scores.masked_fill(~seen, -torch.inf), block], dim=-1)
         weights = (joined.float() * layer.scale).softmax(-1).to(values.dtype)
         out = (weights[..., :length].flatten(2, 4) @ context_v).unflatten(2, queries.shape[2:5])
         mixed: Tensor = (out + weights[..., length:] @ values).permute(0, 2, 4, 1, 3, 5)
@@ -63,7 +78,7 @@ class PackedBlocks(BoundAttention):
 def drawn_anchors(lesson: Lesson, first: int, count: int, rows: int, seed: int) -> Tensor:
     """`count` different anchors per text, or all that there are: int64 [batch, blocks], from row `first` on.
 
-    rows: of a block, which must end inside the text.
+    rows: of a block, which must end inside the text. With a packing the anchors whose first draft counts come first.
     """
     places = len(lesson.tokens) // lesson.batch - rows - first + 1
     if places < 1:
@@ -71,7 +86,10 @@ def drawn_anchors(lesson: Lesson, first: int, count: int, rows: int, seed: int) 
             f"a text of {places + rows + first - 1} rows is too short for blocks of {rows} from row {first} on"
         )
     draw = torch.Generator().manual_seed(seed)
-    order = torch.rand(lesson.batch, places, generator=draw).argsort(dim=1)
+    ranks = torch.rand(lesson.batch, places, generator=draw)
+    if lesson.packing is not None:
+        ranks += ~lesson.packing.chains(1)[0, :, first : first + places].cpu()
+    order = ranks.argsort(dim=1)
     return order[:, :count].sort(dim=1).values.to(lesson.tokens.device) + first
 
 
@@ -89,14 +107,16 @@ class BlockScores:
     chosen_place: Tensor | None  # int64 [rows, K], the place of `following` there
     probs: Tensor  # float32 [rows, K, V], 0 for the mask token
     following: Tensor  # int64 [rows, K]
+    counted: Tensor | None = None  # bool [rows, K], the drafts that are trained; None: all
 
 
 def block_rows(head: BlockHead, lesson: Lesson, anchors: Tensor) -> Tensor:
     """`BlockHead.rows` y [batch * blocks, rows, H] of the blocks with anchors int64 [batch, blocks]."""
     rows = head.block.block_size
     contexts = {index: (k, v) for index, k, v in head.context_kv(lesson.features, lesson.positions)}
-    kinds = {causal: PackedBlocks(anchors, contexts, causal=causal) for causal in (True, False)}
-    positions = anchors.flatten()[:, None] + 1 + torch.arange(rows, device=anchors.device)
+    kinds = {causal: PackedBlocks(anchors, contexts, causal=causal, packing=lesson.packing) for causal in (True, False)}
+    begins = _at(lesson, lesson.positions, anchors).flatten()
+    positions = begins[:, None] + 1 + torch.arange(rows, device=anchors.device)
     roots = _at(lesson, lesson.tokens, anchors).flatten()
     return head.rows(roots, positions, BlockAttention(lambda: kinds[True], lambda: kinds[False], rows))
 
@@ -134,12 +154,22 @@ def block_scores(head: BlockHead, lesson: Lesson, anchors: Tensor) -> BlockScore
         chosen_place=place,
         probs=probs,
         following=following,
+        counted=None if lesson.packing is None else _counted(lesson.packing, anchors, y.shape[1]),
     )
+
+
+def _counted(packing: Packing, anchors: Tensor, drafts: int) -> Tensor:
+    """Whether each draft of the blocks with anchors int64 [batch, blocks] counts, bool [batch * blocks, drafts]."""
+    return torch.stack([chain.gather(1, anchors).flatten() for chain in packing.chains(drafts)], dim=1)
 
 
 def block_loss(scores: BlockScores, loss: LossName, weighting: Weighting, gamma: float) -> Tensor:
     """`loss` of the scores, plus a selector's choice and the confidence against 1 - TV(p, q); a scalar."""
     weights = row_weights(scores, weighting, gamma)
+    if scores.counted is not None:
+        weights = weights * scores.counted
+        if not scores.counted.any():
+            return scores.logits.sum() * 0.0
     total = draft_loss(loss, scores.probs, scores.base if scores.chosen is not None else scores.logits, weights)
     if scores.chosen is not None and scores.chosen_place is not None:
         chosen = F.cross_entropy(scores.chosen.transpose(1, 2), scores.chosen_place, reduction="none")

@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
-from eagle_tools.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.losses import draft_loss
+from eagle_tools.training.packing import Packing, counted_loss
 from eagle_tools.training.recipes import LossName, RedrafterRecipe
+from eagle_tools.training.rows.row_set import RowSet
+from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import PASS_DECAY, Lesson, teach
 
@@ -71,11 +73,13 @@ def new_redrafter(
     return NewRedrafter(head, published)
 
 
-def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe, directory: Path) -> NewRedrafter:
+def train_redrafter(
+    target: TargetModel, data: Corpus | RowSet, recipe: RedrafterRecipe, directory: Path
+) -> NewRedrafter:
     """Train a head in `directory`, or finish its training. `target` is frozen."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
-    inputs, samples = begin(target, corpus, recipe, directory)
+    inputs, source = begin(target, data, recipe, directory)
     torch.manual_seed(0)
     new = new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
     device = target.embed.device
@@ -84,14 +88,23 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
     loss_of = torch.compile(rollout_loss) if recipe.compiled else rollout_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = text_window(corpus, samples, recipe, target.config.max_position, step).to(device)
-        window = at_most(recipe.texts, window, recipe.length)
+        window, packing = source.window(step)
+        window, packing = window.to(device), None if packing is None else packing.to(device)
         with torch.autocast(device.type, torch.bfloat16):
-            return loss_of(new.head, lesson_of(target, window, everything), recipe.rollout, recipe.loss)[0], {}
+            lesson = lesson_of(target, window, everything, packing=packing)
+            return loss_of(new.head, lesson, recipe.rollout, recipe.loss)[0], {}
+
+    @torch.no_grad()
+    def score(window: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        lesson = teach(target, window.to(device), everything, packing=packing.to(device))
+        value, hits = rollout_loss(new.head, lesson, recipe.rollout, recipe.loss)
+        return value, hits, packing.chains(recipe.rollout)
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        return evaluate_redrafter(target, new.head, corpus, samples, recipe.rollout)
+        if isinstance(source, RowTexts):
+            return source.rows.evaluate(score)
+        return evaluate_redrafter(target, new.head, source.corpus, source.samples, recipe.rollout)
 
     train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
     return new
@@ -116,8 +129,13 @@ def evaluate_redrafter(
 
 
 def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]:
-    """The logits [batch * rows, V] of each step, for every row of a text with at least `steps` tokens after it."""
+    """The logits [batch * rows, V] of each step, for every row of a text with at least `steps` tokens after it.
+
+    With a packing for all rows of a window, whose chains say what counts.
+    """
     tokens, features = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.tokens, lesson.features))
+    if lesson.packing is not None:
+        tokens = F.pad(tokens, (0, steps - 1))
     rows = tokens.shape[1] - steps + 1
     context, state = features[:, :rows].flatten(0, 1), None
     for step in range(steps):
@@ -131,12 +149,15 @@ def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int, loss: LossName
     loss = sum over k of 0.8^k * mean over rows of `loss` between p and q_k, over the sum of the weights.
     """
     probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
-    rows = following.shape[1] - steps + 1
+    rows = following.shape[1] - (steps - 1 if lesson.packing is None else 0)
     total, hits = probs.new_zeros(()), []
+    chains = None if lesson.packing is None else lesson.packing.chains(steps)
     for step, logits in enumerate(rollout(head, lesson, steps)):
-        here = slice(step, step + rows)
-        total = total + PASS_DECAY**step * draft_loss(loss, probs[:, here].flatten(0, 1), logits)
-        hits.append(logits.detach().argmax(-1).view(lesson.batch, rows) == following[:, here])
+        known = min(rows, following.shape[1] - step)  # rows whose step is in the window
+        here, drafts = slice(step, step + known), logits.unflatten(0, (lesson.batch, rows))[:, :known]
+        counted = None if chains is None else chains[step, :, :known]
+        total = total + PASS_DECAY**step * counted_loss(loss, probs[:, here], drafts, counted)
+        hits.append(F.pad(drafts.detach().argmax(-1) == following[:, here], (0, rows - known)))
     return total / sum(PASS_DECAY**step for step in range(steps)), torch.stack(hits)
 
 

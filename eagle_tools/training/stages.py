@@ -15,9 +15,10 @@ from eagle_server.models.checkpoints.load_target import load_family_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.block import train_block
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
-from eagle_tools.training.eagle3 import evaluate_head, own_texts, train_head
+from eagle_tools.training.eagle3 import evaluate_head, train_head
 from eagle_tools.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
 from eagle_tools.training.fingerprint import target_fingerprint
 from eagle_tools.training.heads import mean_head
@@ -30,6 +31,7 @@ from eagle_tools.training.recipes import (
     DEMO_PARTS,
     DEMO_REDRAFTER,
     DEMO_TUNINGS,
+    ROW_LENGTH,
     AnyRecipe,
     BlockRecipe,
     MedusaRecipe,
@@ -37,6 +39,10 @@ from eagle_tools.training.recipes import (
     RedrafterRecipe,
 )
 from eagle_tools.training.redrafter import train_redrafter
+from eagle_tools.training.rows.commands import ROW_STAGES
+from eagle_tools.training.rows.row_set import RowSet, read_row_set
+from eagle_tools.training.rows.token_rows import is_row_file
+from eagle_tools.training.sources import own_texts
 from eagle_tools.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 
 
@@ -59,7 +65,7 @@ def _head(parsed: argparse.Namespace) -> None:
         temperatures=tuple(parsed.temperatures),
         **_common(parsed),
     )
-    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out, parsed.init)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _medusa(parsed: argparse.Namespace) -> None:
@@ -69,7 +75,7 @@ def _medusa(parsed: argparse.Namespace) -> None:
         shared_lm_head=parsed.shared_lm_head,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
 
 
 def _redrafter(parsed: argparse.Namespace) -> None:
@@ -79,7 +85,7 @@ def _redrafter(parsed: argparse.Namespace) -> None:
         draft_layers=parsed.draft_layers,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
 
 
 def _block(parsed: argparse.Namespace) -> None:
@@ -99,19 +105,41 @@ def _block(parsed: argparse.Namespace) -> None:
         anchors=parsed.anchors,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
 
 
 def _common(parsed: argparse.Namespace) -> dict[str, Any]:
     """The settings of every recipe, from the options that every head's training has."""
-    names = ("steps", "peak", "length", "texts", "sampled_texts", "loss")
-    return {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
+    names = ("steps", "peak", "texts", "sampled_texts", "loss")
+    settings = {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
+    if _has_rows(parsed):
+        return {**settings, "sampled_texts": 0, "length": parsed.length or ROW_LENGTH}
+    return {**settings, "length": parsed.length or Recipe.length}
 
 
-def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
-    texts = text_files(parsed.data, parsed.out) if parsed.data else None
+def _has_rows(parsed: argparse.Namespace) -> bool:
+    """Whether --data names files of token rows.
+
+    Raises:
+        ValueError: only some of them are.
+    """
+    rows = [is_row_file(file) for file in parsed.data or ()]
+    if any(rows) and not all(rows):
+        raise ValueError("--data: some are files of token rows, and some are not; give one kind")
+    return any(rows)
+
+
+def _target_and_data(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus | RowSet]:
+    has_rows = _has_rows(parsed)
+    texts = text_files(parsed.data, parsed.out) if parsed.data and not has_rows else None
     directory = resolve_checkpoint(parsed.target)
     target = load_family_target(directory, Loading(pack=False), dtype="float32", device=_device(parsed.device))
+    if has_rows:
+        length = parsed.length or ROW_LENGTH
+        if length + 1 > target.config.max_position:
+            raise ValueError(f"--length {length}: the target has a context of {target.config.max_position} tokens")
+        special = {*load_tokenizer(str(directory)).special, *target.config.eos_token_ids}
+        return target, read_row_set(parsed.data, target.config.vocab_size, special, length)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
@@ -170,20 +198,20 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
 
 
 def _train_and_write(
-    target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path, start: str | Path | None = None
+    target: TargetModel, data: Corpus | RowSet, recipe: AnyRecipe, out: Path, start: str | Path | None = None
 ) -> None:
     training = out / "training"
     match recipe:
         case MedusaRecipe():
-            export_medusa(train_medusa(target, corpus, recipe, training), out)
+            export_medusa(train_medusa(target, data, recipe, training), out)
         case RedrafterRecipe():
-            export_head(train_redrafter(target, corpus, recipe, training), out)
+            export_head(train_redrafter(target, data, recipe, training), out)
         case BlockRecipe():
-            export_head(train_block(target, corpus, recipe, training), out)
+            export_head(train_block(target, data, recipe, training), out)
         case Recipe():
-            export_head(train_head(target, corpus, recipe, training, start), out)
+            export_head(train_head(target, data, recipe, training, start), out)
     for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
-        if name.startswith("T="):
+        if name.startswith(("T=", "answers")):
             print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
     print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
 
@@ -194,6 +222,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "target": _target,
     "export": _export,
     "demo-heads": _demo_heads,
+    **ROW_STAGES,
     "eagle3": _head,
     "medusa": _medusa,
     "redrafter": _redrafter,

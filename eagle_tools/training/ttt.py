@@ -19,7 +19,8 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_tools.training.losses import coupled_acceptance, draft_loss, overlap
+from eagle_tools.training.losses import coupled_acceptance, overlap
+from eagle_tools.training.packing import Packing, counted_loss
 from eagle_tools.training.recipes import LossName
 
 PASS_DECAY = 0.8
@@ -31,10 +32,12 @@ class RolloutAttention(BoundAttention):
     In pass s, row t sees the keys of pass 0 at rows 0..t-s (the prefix), and those of pass j at row t-s+j for j = 1..s
     (its own chain, itself included). The chains of rows t < s begin before the text: their values stay finite, and no
     valid row sees them. Heads trained here have no sliding window.
+
+    packing: documents that do not see each other; None: each sequence is one.
     """
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, packing: Packing | None = None) -> None:
+        self.batch, self.packing = batch, packing
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: k, v [batch, kv_heads, length, head_dim]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
@@ -44,11 +47,14 @@ class RolloutAttention(BoundAttention):
         passes.append((keys, values))
         last, length = len(passes) - 1, keys.shape[2]
         if last == 0:
-            return DenseCausal(self.batch).run(q, k, v, layer)
+            bias = None if self.packing is None else self.packing.bias(length)
+            return DenseCausal(self.batch, bias).run(q, k, v, layer)
         grouped = q.unflatten(0, (self.batch, length)).unflatten(2, (k.shape[1], -1)).permute(0, 2, 3, 1, 4)
         chain = [(_down(a, last - j), _down(b, last - j)) for j, (a, b) in enumerate(passes) if j > 0]
         prefix_keys, prefix_values = (x.unsqueeze(2) for x in passes[0])  # [batch, kv_heads, 1, length, head_dim]
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - last)  # t' > t - last
+        if self.packing is not None:
+            hidden = hidden | self.packing.strangers(length)[:, None, None]
         scores = (grouped @ prefix_keys.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
         later = [(grouped * a.unsqueeze(2)).sum(-1, keepdim=True) for a, _ in chain]
         weights = (torch.cat([scores, *later], dim=-1).float() * layer.scale).softmax(-1).to(v.dtype)
@@ -70,6 +76,7 @@ class Lesson:
     probs: Tensor
     following: Tensor  # int64 [rows], the token at t+2
     temperature: float  # of probs
+    packing: Packing | None = None  # of the window; None: each text is one document, and all of it counts
 
 
 @torch.no_grad()
@@ -79,14 +86,18 @@ def teach(
     draft_ids: Tensor,
     aux_boundaries: tuple[int, ...] = (),
     temperature: float = 1.0,
+    packing: Packing | None = None,
 ) -> Lesson:
     """The lesson of the texts `window` [batch, length + 2], for a head with the draft vocabulary `draft_ids` [Vd].
 
-    aux_boundaries: those of the head, see `DraftModel`.
+    aux_boundaries: those of the head, see `DraftModel`. packing: of the window.
     """
     batch, seen = window.shape[0], window[:, :-1]
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
-    output = target(seen.reshape(-1), places.reshape(-1), DenseCausal(batch), aux_boundaries)
+    attention = DenseCausal(batch)
+    if packing is not None:
+        places, attention = packing.positions()[:, :-1], DenseCausal(batch, packing.bias(seen.shape[1]))
+    output = target(seen.reshape(-1), places.reshape(-1), attention, aux_boundaries)
     features = (output.hidden if output.aux is None else output.aux).unflatten(0, (batch, -1))
     hidden = output.hidden.unflatten(0, (batch, -1))
     return Lesson(
@@ -97,12 +108,13 @@ def teach(
         probs=(target.logits(hidden[:, 1:].flatten(0, 1)).float() / temperature).softmax(-1)[:, draft_ids],
         following=window[:, 2:].reshape(-1),
         temperature=temperature,
+        packing=packing,
     )
 
 
 def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
     """The draft logits float32 [batch, length, Vd] of each pass. In pass s, ignore rows below s."""
-    attention = RolloutAttention(lesson.batch)
+    attention = RolloutAttention(lesson.batch, lesson.packing)
     hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast returns bfloat16
     for _ in range(passes):
         output = head(lesson.tokens, hidden, lesson.positions, attention)
@@ -114,12 +126,14 @@ def ttt_loss(head: DraftHead, lesson: Lesson, passes: int, loss: LossName = "kl"
     """(loss, hits bool [passes, batch, length]): hits says where the head's best token is the next token.
 
     loss = sum over s of 0.8^s * mean over rows of `loss` between p and q_s, over the sum of the weights. Both are at
-    the lesson's temperature. A token outside the draft vocabulary is a miss.
+    the lesson's temperature. A token outside the draft vocabulary is a miss. With a packing only its chains count.
     """
     probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
-    total, hits = probs.new_zeros(()), []
+    total, hits, length = probs.new_zeros(()), [], probs.shape[1]
+    chains = None if lesson.packing is None else lesson.packing.chains(passes)
     for index, logits in enumerate(rollout(head, lesson, passes)):
-        value = draft_loss(loss, probs[:, index:], logits[:, index:] / lesson.temperature)
+        counted = None if chains is None else chains[index, :, : length - index]  # by the row where a chain begins
+        value = counted_loss(loss, probs[:, index:], logits[:, index:] / lesson.temperature, counted)
         total = total + PASS_DECAY**index * value
         hits.append(head.target_ids(logits.argmax(-1)) == following)
     return total / sum(PASS_DECAY**index for index in range(passes)), torch.stack(hits)
@@ -146,6 +160,11 @@ def coupling(head: DraftHead, lesson: Lesson, passes: int, draft_ids: Tensor) ->
 def accuracies(hits: Tensor) -> list[float]:
     """The mean of each pass over its valid rows: the share of hits, if `hits` is bool."""
     return [float(rows[:, index:].float().mean()) for index, rows in enumerate(hits)]
+
+
+def by_start(hits: Tensor) -> Tensor:
+    """Hits bool [passes, batch, length] by the row where a chain begins. A chain that leaves the text misses."""
+    return torch.stack([F.pad(rows[:, index:], (0, index)) for index, rows in enumerate(hits)])
 
 
 def chain_length(hits: Tensor) -> float:

@@ -28,7 +28,7 @@ TEXTS = {
     "package.json": json.dumps({"name": "x", "messages": [{"role": "x"}]}, indent=2),
     "request.json": json.dumps(OPENAI),
     "words.json": json.dumps(["messages", "conversations"]),
-    "rows.jsonl": f"{json.dumps(PLAIN)}\n" * 2,
+    "rows.txt": f"{json.dumps(PLAIN)}\n" * 2,
     "log.jsonl": json.dumps({"messages": ["started", "ended"]}),
     "readme.md": f"A row is\n{json.dumps(OPENAI)}\n",
     "code.py": "[x for x in y]\n" + json.dumps(OPENAI),
@@ -48,7 +48,7 @@ def test_every_training_refuses_chats_in_one_line(
     file.write_text(CHATS[name], encoding="utf-8")
     assert train([stage, "--target", str(tmp_path / "none"), "--data", str(file.parent), "--out", str(out)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"ValueError: --data {file}: its rows are chats") and line.endswith("give plain text files")
+    assert line.startswith(f"ValueError: --data {file}: its rows are chats") and "train prepare" in line
     assert not out.exists()
 
 
@@ -65,3 +65,13 @@ def test_text_with_json_in_it_is_text(tmp_path: Path) -> None:
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert text_files([tmp_path]) == sorted(tmp_path / name for name in TEXTS)
+
+
+@pytest.mark.parametrize("row", [PLAIN, {"id": 1, "prompt": "a"}, {"prompt": "a", "completion": "b"}])
+def test_lines_of_json_with_texts_are_no_plain_text(row: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"\ufeff\n{json.dumps(row)}\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl: its rows are JSON with texts in it.*train prepare.*--preformatted"
+    ):
+        text_files([tmp_path])

@@ -20,10 +20,10 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_tools.training import corpus as corpus_module
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.corpus import Corpus, own_files, standard_library, text_files, train_tokenizer
-from eagle_tools.training.eagle3 import own_texts
 from eagle_tools.training.fingerprint import cached_arrays, target_fingerprint
 from eagle_tools.training.loop import Job, Schedule, train
 from eagle_tools.training.recipes import Recipe
+from eagle_tools.training.sources import own_texts
 from eagle_tools.training.tiny import TinyPair, tiny_pair
 
 REMADE = "it is made again"

@@ -1,0 +1,84 @@
+"""Several documents in one window, and which of their tokens are trained on.
+
+Row t of a window has the feature of token t. A chain that begins there reads the tokens t+1, t+2, ... one by one, and
+its step k predicts the token t+2+k. Serving begins a chain with a token that the target wrote. So step k counts if the
+tokens t+1 to t+2+k are all supervised, and of the document of t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_tools.training.losses import draft_loss
+from eagle_tools.training.recipes import LossName
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The documents of windows [batch, length + 1]. A token sees earlier tokens of its own document only."""
+
+    documents: Tensor  # int64 [batch, length + 1], equal for the tokens of a document; padding is one, too
+    supervised: Tensor  # bool [batch, length + 1], trained on
+
+    def to(self, device: torch.device) -> Packing:
+        """The same on a device."""
+        return Packing(self.documents.to(device), self.supervised.to(device))
+
+    def positions(self) -> Tensor:
+        """The place of each token in its document, int64 [batch, length + 1]."""
+        places = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
+        begins = torch.ones_like(self.supervised)
+        begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        return places - torch.where(begins, places, 0).cummax(1).values
+
+    def strangers(self, rows: int) -> Tensor:
+        """Whether two of the first `rows` tokens are of different documents, bool [batch, rows, rows]."""
+        documents = self.documents[:, :rows]
+        return documents[:, :, None] != documents[:, None, :]
+
+    def bias(self, rows: int) -> Tensor:
+        """The causal mask of the first `rows` tokens within documents: 0 or -inf, float32 [batch, 1, rows, rows]."""
+        hidden = self.strangers(rows) | torch.ones_like(self.strangers(rows)).triu(1)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -torch.inf)[:, None]
+
+    def chains(self, steps: int) -> Tensor:
+        """Whether each step of the chain that begins at each row counts, bool [steps, batch, length - 1]."""
+        rows = self.documents.shape[1] - 2
+        own, counts = self.documents[:, :rows], self.supervised[:, 1 : rows + 1].clone()
+        found = []
+        for step in range(steps):
+            place = slice(2 + step, 2 + step + rows)
+            known = self.supervised[:, place] & (
+                self.documents[:, place] == own[:, : self.documents[:, place].shape[1]]
+            )
+            counts = counts & torch.nn.functional.pad(known, (0, rows - known.shape[1]))
+            found.append(counts)
+        return torch.stack(found)
+
+
+def counted_loss(name: LossName, probs: Tensor, logits: Tensor, counted: Tensor | None) -> Tensor:
+    """`draft_loss` over the rows [..] that count; None: all. It is 0 where none does."""
+    if counted is None:
+        return draft_loss(name, probs, logits)
+    if not counted.any():
+        return logits.sum() * 0.0
+    return draft_loss(name, probs[counted], logits[counted])
+
+
+def chain_rates(hits: Tensor, counted: Tensor) -> tuple[list[float], float]:
+    """(the share of hits of each step, mean tokens per target forward of chains), by `chains` that count.
+
+    hits: bool [steps, batch, rows], by the row where the chain begins. A chain's later steps are counted only in
+    answers that are long enough, so each step has its own mean.
+    """
+    rates, reached = [], []
+    alive = torch.ones_like(hits[0])
+    for right, counts in zip(hits, counted, strict=True):
+        alive = alive & right
+        total = counts.sum().clamp_min(1)
+        rates.append(float((right & counts).sum() / total))
+        reached.append(float((alive & counts).sum() / total))
+    return rates, 1.0 + sum(reached)

@@ -1,0 +1,164 @@
+"""Token rows as training data: packed into windows, some conversations held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_tools.training.fingerprint import fingerprint
+from eagle_tools.training.packing import Packing, chain_rates
+from eagle_tools.training.rows.token_rows import TokenRow, read_token_rows
+
+HELD_OUT_PER_MILLE = 50
+EVALUATED_WINDOWS = 32  # at most, for an evaluation during a training
+_SEED = 3
+Row = tuple[np.ndarray, np.ndarray]  # ids, mask
+# Of a window [1, length + 1]: its loss, and by step and the row where a chain begins whether the draft is right and
+# whether it counts, bool [steps, 1, chains].
+Score = Callable[[Tensor, Packing], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows cut to `length` + 1 tokens and packed: windows of (ids, mask) pairs.
+
+    counts: how often each supervised id is trained on, int64 [V]. special: ids that every draft vocabulary should have.
+    key: a hash of the rows, the vocabulary and the length.
+    """
+
+    train: Sequence[Sequence[Row]]
+    held_out: Sequence[Sequence[Row]]
+    counts: np.ndarray
+    special: frozenset[int]
+    length: int
+    key: str
+
+    def window(self, step: int, windows: int) -> tuple[Tensor, Packing]:
+        """The windows [windows, length + 1] of one step. All are seen once before any is seen again."""
+        count = len(self.train)
+        chosen = []
+        for place in range(step * windows, (step + 1) * windows):
+            epoch, index = divmod(place, count)
+            chosen.append(self.train[_order(epoch, count)[index]])
+        return packed(chosen, self.length)
+
+    def evaluate(self, score: Score) -> dict[str, float]:
+        """The loss on held-out answers, how often each step is right, and the accept length of chains."""
+        losses, hits, counted = [], [], []
+        for window in self.held_out[:EVALUATED_WINDOWS]:
+            tokens, packing = packed([window], self.length)
+            loss, right, counts = score(tokens, packing)
+            losses.append(float(loss))
+            hits.append(right.cpu())
+            counted.append(counts.cpu())
+        rates, length = chain_rates(torch.cat(hits, dim=1), torch.cat(counted, dim=1))
+        numbers = {f"answers step {step + 1}": rate for step, rate in enumerate(rates)}
+        return {"held-out loss": float(np.mean(losses)), **numbers, "answers accept length": length}
+
+    def draft_ids(self, count: int) -> Tensor:
+        """The special ids and the ids that answers have most often, `count` together; sorted int64 [count].
+
+        Raises:
+            ValueError: there are more special ids than that.
+        """
+        if len(self.special) > count:
+            raise ValueError(f"--draft-vocab {count}: {len(self.special)} special tokens alone are more")
+        weights = self.counts.astype(np.int64)
+        weights[sorted(self.special)] = np.iinfo(np.int64).max
+        order = np.argsort(-weights, kind="stable")
+        return torch.from_numpy(np.sort(order[:count]).astype(np.int64))
+
+    def coverage(self, draft_ids: Tensor) -> float:
+        """The share of supervised tokens that a draft vocabulary has."""
+        return float(self.counts[draft_ids.cpu().numpy()].sum() / max(1, self.counts.sum()))
+
+
+@lru_cache(maxsize=2)
+def _order(epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((_SEED, epoch)).permutation(count)
+
+
+def read_row_set(files: Sequence[Path], vocab_size: int, special: Iterable[int], length: int) -> RowSet:
+    """The rows of files of token rows, for windows of `length` + 1 tokens.
+
+    Longer rows are cut at their end. Rows without two supervised tokens in a row teach nothing and are left out. What
+    was cut and left out is printed.
+
+    Raises:
+        RowError: a row is broken.
+        ValueError: too few rows are left.
+    """
+    parts: dict[bool, list[Row]] = {False: [], True: []}
+    cut = left_out = 0
+    digest = []
+    for file in files:
+        for row in tqdm(read_token_rows(file, vocab_size), desc=file.name, unit="row"):
+            cut += len(row.input_ids) > length + 1
+            ids, mask = _arrays(row, length + 1)
+            digest.append(fingerprint([f"{row.id} {row.gen}".encode(), ids.tobytes(), mask.tobytes()]).encode())
+            if not (mask[1:-1] & mask[2:]).any():
+                left_out += 1
+                continue
+            parts[_is_held_out(row.id)].append((ids, mask))
+    if not parts[True] and len(parts[False]) > 1:
+        parts[True].append(parts[False].pop())
+    if not parts[True] or not parts[False]:
+        raise ValueError(f"too few rows: {len(parts[False])} to train on, and {len(parts[True])} held out")
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for ids, mask in parts[False]:
+        np.add.at(counts, ids[mask], 1)
+    total = len(parts[False]) + len(parts[True])
+    print(f"{total} rows, {len(parts[True])} of them held out; {counts.sum()} tokens to train on", end="")
+    print(f"; {cut} cut at {length + 1} tokens, {left_out} left out: no two generated tokens in a row")
+    key = fingerprint([*digest, str(length).encode(), str(vocab_size).encode()])
+    known = frozenset(token for token in special if 0 <= token < vocab_size)
+    return RowSet(_packs(parts[False], length + 1), _packs(parts[True], length + 1), counts, known, length, key)
+
+
+def packed(windows: Sequence[Sequence[Row]], length: int) -> tuple[Tensor, Packing]:
+    """Windows of rows as ids [windows, length + 1] and their packing. Id 0 pads them."""
+    tokens = np.zeros((len(windows), length + 1), dtype=np.int64)
+    documents = np.full(tokens.shape, -1, dtype=np.int64)
+    supervised = np.zeros(tokens.shape, dtype=bool)
+    for number, rows in enumerate(windows):
+        begin = 0
+        for document, (ids, mask) in enumerate(rows):
+            place = slice(begin, begin + len(ids))
+            tokens[number, place], documents[number, place], supervised[number, place] = ids, document, mask
+            begin = place.stop
+    return torch.from_numpy(tokens), Packing(torch.from_numpy(documents), torch.from_numpy(supervised))
+
+
+def _packs(rows: Sequence[Row], capacity: int) -> list[list[Row]]:
+    """The rows in windows of at most `capacity` tokens, in a fixed random order; each goes where it fits best."""
+    packs: list[list[Row]] = []
+    room: list[list[int]] = [[] for _ in range(capacity + 1)]  # packs by their free tokens
+    for index in np.random.default_rng(_SEED).permutation(len(rows)):
+        row = rows[index]
+        free = next((size for size in range(len(row[0]), capacity + 1) if room[size]), None)
+        if free is None:
+            packs.append([row])
+            room[capacity - len(row[0])].append(len(packs) - 1)
+            continue
+        pack = room[free].pop()
+        packs[pack].append(row)
+        room[free - len(row[0])].append(pack)
+    return packs
+
+
+def _arrays(row: TokenRow, most: int) -> Row:
+    return np.asarray(row.input_ids[:most], dtype=np.int64), np.asarray(row.loss_mask[:most], dtype=bool)
+
+
+def _is_held_out(conversation: str) -> bool:
+    """Whether a conversation is held out, with all of its answers."""
+    digest = hashlib.sha256(conversation.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 1000 < HELD_OUT_PER_MILLE
