@@ -1,7 +1,8 @@
 """Checkpoints of models that read images, video or audio: their text decoder is an ordinary family, and it is served.
 
-config.json nests the decoder's config as `text_config` (older Qwen files: beside the other keys). M-RoPE gives text
-three equal positions, which is plain RoPE. The tensors of encoders and projectors are never read.
+config.json nests the decoder's config as `text_config` (InternVL's own files: `llm_config`; older Qwen files: beside
+the other keys). M-RoPE gives text three equal positions, which is plain RoPE. The tensors of encoders and projectors
+are never read.
 
 Source: the config classes and weight conversions of transformers 5, and the published files.
 """
@@ -17,7 +18,12 @@ MEDIA = "media_token_ids"  # key of a promoted config: the tokens that stand for
 
 _MEDIA_KEY = re.compile(r"(?:image|video|audio|vision_start|vision_end|boi|eoi|boa|eoa)_token_(?:id|index)")
 _OUTER = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")  # where the decoder has none
-_DECODER = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_DECODER = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
+}
 _ALIASES = ("kimi_k2",)  # model types of published files that transformers has under another name
 _MROPE = ("mrope_section", "mrope_interleaved")
 
@@ -43,12 +49,23 @@ class ModelWrapper:
 
 _LLAVA = ("vision_tower.", "multi_modal_projector.")
 _QWEN = ("visual.",)
+_IDEFICS = ("vision_model.", "connector.")
 WRAPPERS: Mapping[str, ModelWrapper] = {
+    "exaone4_5": ModelWrapper(("exaone4",), _QWEN),
     "gemma3": ModelWrapper(("gemma3_text",), _LLAVA),
     "gemma4": ModelWrapper(("gemma4_text",), ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")),
+    "glm4v_moe": ModelWrapper(("glm4_moe",), _QWEN),
+    "idefics3": ModelWrapper(("llama",), _IDEFICS),
+    "internvl": ModelWrapper(("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), _LLAVA),
+    "internvl_chat": ModelWrapper(("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), ("vision_model.", "mlp1.")),
     "kimi_k25": ModelWrapper(("deepseek_v3",), ("vision_tower.", "mm_projector.")),
     "lfm2_vl": ModelWrapper(("lfm2",), _LLAVA),
     "llama4": ModelWrapper(("llama4_text",), ("vision_model.", "multi_modal_projector.")),
+    "llava": ModelWrapper(("llama", "mistral", "qwen2", "qwen3"), _LLAVA),
+    "llava_next": ModelWrapper(("llama", "mistral", "qwen2"), (*_LLAVA, "image_newline")),
+    "llava_next_video": ModelWrapper(("llama", "mistral", "qwen2"), (*_LLAVA, "image_newline")),
+    "llava_onevision": ModelWrapper(("qwen2",), (*_LLAVA, "image_newline")),
+    "minicpmv4_6": ModelWrapper(("qwen3_5_text",), ("vision_tower.", "merger.")),
     "mistral3": ModelWrapper(("mistral", "ministral3"), _LLAVA),
     "qwen2_vl": ModelWrapper(("qwen2",), _QWEN, {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
     "qwen2_5_vl": ModelWrapper(("qwen2",), _QWEN, {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
@@ -56,6 +73,7 @@ WRAPPERS: Mapping[str, ModelWrapper] = {
     "qwen3_vl_moe": ModelWrapper(("qwen3_moe",), _QWEN, {"rope_theta": 5e5, "norm_topk_prob": True}, experts="in, out"),
     "qwen3_5": ModelWrapper(("qwen3_5_text",), _QWEN),
     "qwen3_5_moe": ModelWrapper(("qwen3_5_moe_text",), _QWEN, experts="out, in"),
+    "smolvlm": ModelWrapper(("llama",), _IDEFICS),
     "step3p7": ModelWrapper(("step3p5",), ("vision_model.", "vit_large_projector.")),
 }
 
@@ -65,7 +83,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     wrapper = wrapper_of(raw)
     if wrapper is None:
         return dict(raw)
-    nested = raw.get("text_config")
+    nested = raw.get("text_config", raw.get("llm_config"))
     text = dict(nested) if isinstance(nested, Mapping) else {k: v for k, v in raw.items() if not isinstance(v, Mapping)}
     if not isinstance(nested, Mapping):
         text |= {key: raw[key] for key in ("rope_scaling", "rope_parameters") if key in raw}

@@ -89,6 +89,13 @@ class Case:
     media: dict[str, int] = field(default_factory=lambda: MEDIA)
 
 
+_INDEX, _ID = {"image_token_index": 125}, {"image_token_id": 125}
+_CLIP = {**_SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16}
+_GLM4_MOE = {
+    **{"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "attention_bias": True},
+    "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+}
 _MISTRAL_MEDIA = {"image_token_index": 125}
 _PIXTRAL = {**_SIGLIP, "model_type": "pixtral", "head_dim": 8}
 _GEMMA_MEDIA = {"image_token_index": 125, "boi_token_index": 126, "eoi_token_index": 127}
@@ -149,6 +156,31 @@ CASES = {
         {**_SIGLIP, "num_attention_heads": 2, "mlp_ratio": 1.0},
         media={"image_token_id": 125},
     ),
+    "llava": Case("llava", {"model_type": "llama"}, _CLIP, media=_INDEX),
+    "llava-next": Case("llava_next", {"model_type": "mistral", "head_dim": 32}, _CLIP, media=_INDEX),
+    "llava-onevision": Case(
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model"},
+        media={**_INDEX, "video_token_index": 126},
+    ),
+    "internvl": Case("internvl", {"model_type": "qwen3", "head_dim": 16}, _SIGLIP, media=_ID),
+    "idefics3": Case("idefics3", {"model_type": "llama"}, _SIGLIP, media=_ID),
+    "smolvlm": Case("smolvlm", {"model_type": "llama"}, _SIGLIP, media=_ID),
+    "glm-4.5v": Case(
+        "glm4v_moe",
+        _GLM4_MOE,
+        {**_SIGLIP, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+        media={"image_token_id": 125, "video_token_id": 126},
+    ),
+    "exaone4.5": Case(
+        "exaone4_5",
+        {"model_type": "exaone4_5_text", **_WINDOWED},
+        {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64},
+        has_family=False,
+        media={"image_token_id": 125, "video_token_id": 126},
+    ),
+    "minicpm-v4.6": Case("minicpmv4_6", _QWEN3_5, _SIGLIP, media={"image_token_id": 125, "video_token_id": 126}),
     "llama4": Case(
         "llama4",
         {"intermediate_size_mlp": 80, "head_dim": 16, "num_local_experts": 4, "no_rope_layers": [1, 0, 1]},
