@@ -2,6 +2,7 @@
 // rows, the thread or the place of a row: a row has the same result, bit for bit, in every batch.
 #pragma once
 
+#include "linear_blocks.h"
 #include "linear_tiles.h"
 
 constexpr int ROWS = 6;        // of a register block
@@ -24,33 +25,6 @@ template <> inline Vector step<BFLOAT16>(Vector sums, uint32_t input, const uint
 #else
     Words pairs = load_words(weights), inputs = input - Words{};
     return fma(high_half(inputs), high_half(pairs), fma(low_half(inputs), low_half(pairs), sums));
-#endif
-}
-
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-// The sum of 2 products of 16-bit numbers in each lane.
-static inline Ints pairs(Words weights, uint32_t input) {
-#if defined(__AVX512BW__)
-    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(input));
-#else
-    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(input));
-#endif
-}
-#endif
-
-// 4 unsigned bytes of each lane of `weights` times 4 signed bytes of `input`, added to the lane.
-static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
-#if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(input));
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(input));
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-    // Even and odd bytes, widened to 16 bits: a product of pairs with their sum is exact there.
-    auto widened = [](uint32_t word) { return (uint16_t)(int8_t)word | (uint32_t)(int8_t)(word >> 16) << 16; };
-    return sums + pairs(weights & 0x00ff00ff, widened(input)) + pairs(weights >> 8 & 0x00ff00ff, widened(input >> 8));
-#else
-    for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
-    return sums;
 #endif
 }
 
@@ -189,6 +163,9 @@ static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int fir
         case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, w, first, sums);
         case INT8: return multiply_int8<rows, blocks>(x, stride, w, first, sums);
         case MXFP4: return multiply_mxfp4<rows, blocks>(x, stride, w, first, sums);
+        case GGUF:
+            if constexpr (2 * rows * blocks <= MOST) return multiply_gguf<rows, blocks>(x, stride, w, first, sums);
+            return;
         default: return multiply_int4<rows, blocks>(x, stride, w, first, sums);
     }
 }
@@ -202,10 +179,11 @@ static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t 
     if constexpr (most == 1 || most * blocks <= MOST) multiply<most, blocks>(w, x, stride, first, sums);
 }
 
-// Vectors whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too; MXFP4 has two sums of each.
-static inline int fitting(const Packed& w, int rows, int blocks) {
-    int most = w.kind == MXFP4 || (w.kind == INT4 && rows > 3) ? MOST / 2 : MOST;
-    while (blocks > 1 && rows * blocks > most) blocks /= 2;
+// Vectors from vector `first` on whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too; MXFP4 and
+// GGUF have two sums of each.
+static inline int fitting(const Packed& w, int rows, int first, int blocks) {
+    int most = w.kind == MXFP4 || w.kind == GGUF || (w.kind == INT4 && rows > 3) ? MOST / 2 : MOST;
+    while (blocks > 1 && (rows * blocks > most || !are_alike(w, first, blocks))) blocks /= 2;
     return blocks;
 }
 
@@ -227,8 +205,9 @@ static void linear_columns(
                     for (int v = 0; v < wide; v++) put(where(m + r, first + b + v), first + b + v, sums[r][v]);
                 b += wide;
             };
-            int wide = fitting(w, rows, WIDEST);
+            int wide = WIDEST;
             while (wide > blocks - b) wide /= 2;
+            wide = fitting(w, rows, first + b, wide);
             if (wide >= 8) part.template operator()<8>();
             else if (wide >= 4) part.template operator()<4>();
             else if (wide >= 2) part.template operator()<2>();
