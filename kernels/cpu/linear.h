@@ -6,6 +6,7 @@
 #include "linear_tiles.h"
 
 constexpr int ROWS = 6;        // of a register block
+constexpr int GGUF_ROWS = LANES == 16 ? 8 : ROWS;  // more, since each block of rows unpacks the weights again
 constexpr int WIDEST = 64 / LANES;  // vectors of a register block
 constexpr int MOST = LANES == 16 ? 24 : 12;  // sums of a register block, of 32 or 16 registers
 constexpr int ROW_CHUNK = 128; // rows of a tile
@@ -157,21 +158,23 @@ static inline void multiply_floats(const uint32_t* x, int64_t stride, const Pack
 
 template <int rows, int blocks>
 static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
-    switch (w.kind) {
+    if (w.kind == GGUF) {
+        if constexpr (2 * rows * blocks <= MOST) multiply_gguf<rows, blocks>(x, stride, w, first, sums);
+        return;
+    }
+    if constexpr (rows > ROWS) return;
+    else switch (w.kind) {
         case FLOAT32: return multiply_floats<FLOAT32, rows, blocks>(x, stride, w, first, sums);
         case HALVED: return multiply_floats<HALVED, rows, blocks>(x, stride, w, first, sums);
         case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, w, first, sums);
         case INT8: return multiply_int8<rows, blocks>(x, stride, w, first, sums);
         case MXFP4: return multiply_mxfp4<rows, blocks>(x, stride, w, first, sums);
-        case GGUF:
-            if constexpr (2 * rows * blocks <= MOST) return multiply_gguf<rows, blocks>(x, stride, w, first, sums);
-            return;
         default: return multiply_int4<rows, blocks>(x, stride, w, first, sums);
     }
 }
 
-// The same, for at most ROWS rows; more sums than MOST do not fit the registers.
-template <int blocks, int most = ROWS>
+// The same, for at most GGUF_ROWS rows; more sums than MOST do not fit the registers.
+template <int blocks, int most = GGUF_ROWS>
 static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
     if constexpr (most > 1) {
         if (rows < most || most * blocks > MOST) return multiply_rows<blocks, most - 1>(rows, w, x, stride, first, sums);
@@ -191,15 +194,16 @@ static inline int fitting(const Packed& w, int rows, int first, int blocks) {
 template <class Where, class Put>
 static void linear_columns(
     const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
-    const bool exact = w.kind == INT8 || w.kind == INT4;  // sums of integers, by tiles or not
-    if (uses_tiles(w) && !(exact && m1 - m0 <= ROWS)) return tile_columns(w, x, m0, m1, first, blocks, where, put);
+    const bool exact = w.kind == INT8 || w.kind == INT4 || w.kind == GGUF;  // sums of integers, by tiles or not
+    const int most = w.kind == GGUF ? GGUF_ROWS : ROWS;
+    if (uses_tiles(w) && !(exact && m1 - m0 <= most)) return tile_columns(w, x, m0, m1, first, blocks, where, put);
     int64_t stride = input_stride(w);
-    int count = (m1 - m0 + ROWS - 1) / ROWS;
+    int count = (m1 - m0 + most - 1) / most;
     for (int i = 0, m = m0; i < count; i++) {  // register blocks of nearly equal height
         int rows = (m1 - m + count - i - 1) / (count - i);
         for (int b = 0; b < blocks;) {
             auto part = [&]<int wide>() {
-                Vector sums[ROWS][wide];
+                Vector sums[GGUF_ROWS][wide];
                 multiply_rows<wide>(rows, w, x + m * stride, stride, first + b, sums);
                 for (int r = 0; r < rows; r++)
                     for (int v = 0; v < wide; v++) put(where(m + r, first + b + v), first + b + v, sums[r][v]);

@@ -84,7 +84,8 @@ static inline Words load_words(const uint32_t* from) {
 
 // Whether products with it are made of tiles. Setting them up costs narrow rows more than it brings.
 static inline bool uses_tiles(const Packed& w) {
-    if (!has_tiles() || w.kind == FLOAT32 || w.kind == GGUF || (w.kind == HALVED && w.in < 1024)) return false;
+    if (!has_tiles() || w.kind == FLOAT32 || (w.kind == HALVED && w.in < 1024)) return false;
+    if (w.kind == GGUF) return true;
     if (w.kind == MXFP4) return w.quant_group == 2 * TILE;
     return w.kind != INT4 || w.quant_group == 2 * TILE || w.quant_group % (4 * TILE) == 0;
 }

@@ -142,9 +142,25 @@ def test_blocks_are_computed_as_they_are(name: str, kind: str, tmp_path: Path) -
     assert target.is_fused
     for linear in linears:  # lm_head too; its 131 outputs are 144 with padding
         assert 8 * linear.nbytes / sum(rows for _, rows in linear.parts) / linear.weight.shape[1] < 10
+    assert_speculates_losslessly(target)
+
+
+def assert_speculates_losslessly(target: Any) -> None:
     requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
     texts = tokens_of(run(plain(target), requests))
     assert tokens_of(run(plain(target, ngram_steps=4, nodes=6), requests)) == texts
+
+
+def test_blocks_of_experts_are_computed_as_they_are(tmp_path: Path) -> None:
+    """Gates and up-projections of two types, one expert after the other."""
+    source = checkpoint("qwen3-moe", tmp_path / "source", norm_topk_prob=True, moe_intermediate_size=64)
+    directory = opened(source, "Q8_0", kinds={"ffn_gate_inp": "F32", "ffn_up_exps": "Q5_0"})
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    experts = target.layers[0].mlp.experts
+    assert target.is_fused and experts.gate_up.nbytes < 0.5 * 2 * experts.gate_up.native[0].dense().numel()
+    exact, near = logits(directory), logits(directory, pack=True)
+    assert (near - exact).norm() < 0.1 * exact.norm()
+    assert_speculates_losslessly(target)
 
 
 def test_parts_that_cannot_be_packed_together_are_multiplied_out_by_name(

@@ -141,8 +141,9 @@ def block_linear(x: Tensor, weight: BlockWeight) -> Tensor:
     """
     chunks = x.float().unflatten(1, (-1, _CHUNK))
     largest = chunks.abs().amax(dim=2, keepdim=True)
-    inputs = (chunks * torch.where(largest > 0, _MOST / largest, 0.0)).round().flatten(1)
-    return torch.cat([_sums(inputs, (largest / _MOST)[..., 0], part) for part in weight.parts], dim=1)
+    most = torch.full_like(largest, _MOST)  # `_MOST / largest` would be rounded twice
+    inputs = (chunks * torch.where(largest > 0, most / largest, 0.0)).round().flatten(1)
+    return torch.cat([_sums(inputs, (largest / most)[..., 0], part) for part in weight.parts], dim=1)
 
 
 def _sums(inputs: Tensor, input_scales: Tensor, part: BlockRows) -> Tensor:
