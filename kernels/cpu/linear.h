@@ -159,7 +159,7 @@ static inline void multiply_floats(const uint32_t* x, int64_t stride, const Pack
 template <int rows, int blocks>
 static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
     if (w.kind == GGUF) {
-        if constexpr (2 * rows * blocks <= MOST) multiply_gguf<rows, blocks>(x, stride, w, first, sums);
+        if constexpr (2 * rows * blocks <= MOST && blocks <= WIDEST) multiply_gguf<rows, blocks>(x, stride, w, first, sums);
         return;
     }
     if constexpr (rows > ROWS) return;

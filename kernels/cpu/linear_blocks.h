@@ -53,6 +53,8 @@ static inline void multiply_blocks(const uint32_t* x, int64_t stride, const Pack
         records[b] = (const uint8_t*)w.data + w.places[(first + b) / BLOCKS];
         lanes[b] = (first + b) % BLOCKS * LANES;
     }
+    const uint32_t* inputs[rows];  // one pointer a row, so that no address is computed beside a product
+    for (int m = 0; m < rows; m++) inputs[m] = x + m * stride;
     Vector out[rows][blocks] = {};
     for (int c = 0; c < w.in / CHUNK; c++) {
         const int inside = c % CHUNKS;
@@ -63,7 +65,6 @@ static inline void multiply_blocks(const uint32_t* x, int64_t stride, const Pack
                 const int32_t* totals = chunks[m * stride / CHUNK_WORDS + c].totals;
                 for (int b = 0; b < blocks; b++) acc[m][b] = Ints{} - f.zero * (GROUPS == 2 ? totals[g] : totals[0] + totals[1]);
             }
-            const uint32_t* inputs = x + (CHUNK * c + f.group * g) / 4;
 #pragma GCC unroll 8
             for (int line = 0; line < LINES; line++)
                 for (int b = 0; b < blocks; b++) {
@@ -72,7 +73,7 @@ static inline void multiply_blocks(const uint32_t* x, int64_t stride, const Pack
                     codes_of_line<f.bits>(chunk, g * LINES + line, codes);
                     __builtin_prefetch(chunk + (g * LINES + line + AHEAD) * LINE);
                     for (int q = 0; q < MANY; q++)
-                        for (int m = 0; m < rows; m++) acc[m][b] = dot_bytes(acc[m][b], inputs[m * stride + line * MANY + q], codes[q]);
+                        for (int m = 0; m < rows; m++) acc[m][b] = dot_bytes(acc[m][b], inputs[m][(g * LINES + line) * MANY + q], codes[q]);
                 }
             for (int b = 0; b < blocks; b++) {
                 const GroupNumbers<format> numbers(records[b], inside * GROUPS + g, lanes[b]);
@@ -83,6 +84,7 @@ static inline void multiply_blocks(const uint32_t* x, int64_t stride, const Pack
                 }
             }
         }
+        for (int m = 0; m < rows; m++) inputs[m] += CHUNK / 4;
     }
     for (int m = 0; m < rows; m++)
         for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b];

@@ -163,6 +163,18 @@ def test_blocks_of_experts_are_computed_as_they_are(tmp_path: Path) -> None:
     assert_speculates_losslessly(target)
 
 
+def test_blocks_stay_where_a_rounding_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And are not kept in a cache: they are in the file."""
+    directory = opened(checkpoint("llama", tmp_path / "source"), "Q8_0")
+    how = Loading(progress=False, quantization="int4")
+    with caplog.at_level(logging.WARNING):
+        target: Any = load_target(directory, how, quantization_cache=tmp_path / "kept")
+    assert target.layers[0].mlp.down.native[0].quantization is None
+    assert "--quantization int4 rounds its other layers only" in caplog.text
+    assert "weights in the blocks of a GGUF file are not kept" in caplog.text
+    assert not [*(tmp_path / "kept").iterdir()]
+
+
 def test_parts_that_cannot_be_packed_together_are_multiplied_out_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
