@@ -21,6 +21,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import GATES, Rotation, add_rms_norm, apply_rope, gain_of, limited_silu_mul, rms_norm
 from eagle_server.ops.layers.rope_kv import HeadNorms
 from eagle_server.ops.linear.packed import (
+    Codes,
     PackedWeight,
     dense_linear,
     pack_weight,
@@ -28,7 +29,7 @@ from eagle_server.ops.linear.packed import (
     unpack_weight,
     why_not_computed,
 )
-from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.decoder import AttentionShape, AttentionWeights, FeedForwardWeights
 from eagle_server.ops.native.library import floats
 from eagle_server.ops.native.linear import Biased, NativeWeight, native_linear
@@ -74,9 +75,7 @@ class Linear(nn.Module):
             self._rest = packed.native.rows_from(first)
         return native_linear(x, self._rest, bias)
 
-    def pack(
-        self, quantization: Quantization | None = None, codes: QuantizedWeight | NativeWeight | None = None
-    ) -> None:
+    def pack(self, quantization: Quantization | None = None, codes: Codes | None = None) -> None:
         """Repack the weight for the fastest kernel of this machine, rounded if asked. Call it once, after loading.
 
         `codes`: the weight, already rounded; `self.weight` is not read then.
@@ -351,7 +350,7 @@ def _last_part(name: str) -> str:
 def pack_linears(
     model: nn.Module,
     quantization: Quantization | None = None,
-    rounded: Mapping[Linear, Callable[[], QuantizedWeight | None]] | None = None,
+    rounded: Mapping[Linear, Callable[[], Codes | None]] | None = None,
     *,
     progress: bool = False,
 ) -> None:

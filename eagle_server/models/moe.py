@@ -26,7 +26,8 @@ from eagle_server.models.layers import GatedMLP, Linear, Views
 from eagle_server.models.ranks import summed
 from eagle_server.ops.layers.fused import GATES, limited_silu_mul
 from eagle_server.ops.linear.grouped import group_ends, grouped_linear
-from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.linear.packed import Codes
+from eagle_server.ops.linear.quantize import Quantization
 from eagle_server.ops.native.decoder import FeedForwardWeights
 from eagle_server.ops.native.experts import SIGMOID, SOFTMAX, NativeExperts
 from eagle_server.ops.native.library import available
@@ -100,9 +101,7 @@ class ExpertLinear(Linear):
         y = grouped_linear(x, weight, group_ends(experts, self.experts))
         return y if self.bias is None else y + self.bias.unflatten(0, (self.experts, -1)).index_select(0, experts)
 
-    def pack(
-        self, quantization: Quantization | None = None, codes: QuantizedWeight | NativeWeight | None = None
-    ) -> None:
+    def pack(self, quantization: Quantization | None = None, codes: Codes | None = None) -> None:
         """See `Linear.pack`.
 
         Raises:
@@ -112,7 +111,7 @@ class ExpertLinear(Linear):
             super().pack(quantization, codes)
         elif quantization is not None:
             raise ValueError(f"--quantization {quantization}: only native kernels for CPUs compute rounded experts")
-        elif isinstance(codes, QuantizedWeight):
+        elif codes is not None:
             with torch.no_grad():
                 self.weight.copy_(codes.dense())
 

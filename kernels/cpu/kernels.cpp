@@ -14,6 +14,8 @@ const char* eagle_layout() {
 
 Session* eagle_session_new(int threads) { return new Session(threads); }
 
+int64_t eagle_block_bytes(int format, int inputs) { return block_bytes(format, inputs); }
+
 int64_t eagle_packed_bytes(const Packed* w) { return packed_bytes(*w); }
 
 void eagle_pack(Session* s, const Packed* w, const void* weight, void* to) {

@@ -2,9 +2,11 @@
 // rows, the thread or the place of a row: a row has the same result, bit for bit, in every batch.
 #pragma once
 
+#include "linear_blocks.h"
 #include "linear_tiles.h"
 
 constexpr int ROWS = 6;        // of a register block
+constexpr int GGUF_ROWS = LANES == 16 ? 8 : ROWS;  // more, since each block of rows unpacks the weights again
 constexpr int WIDEST = 64 / LANES;  // vectors of a register block
 constexpr int MOST = LANES == 16 ? 24 : 12;  // sums of a register block, of 32 or 16 registers
 constexpr int ROW_CHUNK = 128; // rows of a tile
@@ -24,33 +26,6 @@ template <> inline Vector step<BFLOAT16>(Vector sums, uint32_t input, const uint
 #else
     Words pairs = load_words(weights), inputs = input - Words{};
     return fma(high_half(inputs), high_half(pairs), fma(low_half(inputs), low_half(pairs), sums));
-#endif
-}
-
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-// The sum of 2 products of 16-bit numbers in each lane.
-static inline Ints pairs(Words weights, uint32_t input) {
-#if defined(__AVX512BW__)
-    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(input));
-#else
-    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(input));
-#endif
-}
-#endif
-
-// 4 unsigned bytes of each lane of `weights` times 4 signed bytes of `input`, added to the lane.
-static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
-#if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(input));
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(input));
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-    // Even and odd bytes, widened to 16 bits: a product of pairs with their sum is exact there.
-    auto widened = [](uint32_t word) { return (uint16_t)(int8_t)word | (uint32_t)(int8_t)(word >> 16) << 16; };
-    return sums + pairs(weights & 0x00ff00ff, widened(input)) + pairs(weights >> 8 & 0x00ff00ff, widened(input >> 8));
-#else
-    for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
-    return sums;
 #endif
 }
 
@@ -183,7 +158,12 @@ static inline void multiply_floats(const uint32_t* x, int64_t stride, const Pack
 
 template <int rows, int blocks>
 static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
-    switch (w.kind) {
+    if (w.kind == GGUF) {
+        if constexpr (2 * rows * blocks <= MOST && blocks <= WIDEST) multiply_gguf<rows, blocks>(x, stride, w, first, sums);
+        return;
+    }
+    if constexpr (rows > ROWS) return;
+    else switch (w.kind) {
         case FLOAT32: return multiply_floats<FLOAT32, rows, blocks>(x, stride, w, first, sums);
         case HALVED: return multiply_floats<HALVED, rows, blocks>(x, stride, w, first, sums);
         case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, w, first, sums);
@@ -193,8 +173,8 @@ static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int fir
     }
 }
 
-// The same, for at most ROWS rows; more sums than MOST do not fit the registers.
-template <int blocks, int most = ROWS>
+// The same, for at most GGUF_ROWS rows; more sums than MOST do not fit the registers.
+template <int blocks, int most = GGUF_ROWS>
 static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
     if constexpr (most > 1) {
         if (rows < most || most * blocks > MOST) return multiply_rows<blocks, most - 1>(rows, w, x, stride, first, sums);
@@ -202,10 +182,11 @@ static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t 
     if constexpr (most == 1 || most * blocks <= MOST) multiply<most, blocks>(w, x, stride, first, sums);
 }
 
-// Vectors whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too; MXFP4 has two sums of each.
-static inline int fitting(const Packed& w, int rows, int blocks) {
-    int most = w.kind == MXFP4 || (w.kind == INT4 && rows > 3) ? MOST / 2 : MOST;
-    while (blocks > 1 && rows * blocks > most) blocks /= 2;
+// Vectors from vector `first` on whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too; MXFP4 and
+// GGUF have two sums of each.
+static inline int fitting(const Packed& w, int rows, int first, int blocks) {
+    int most = w.kind == MXFP4 || w.kind == GGUF || (w.kind == INT4 && rows > 3) ? MOST / 2 : MOST;
+    while (blocks > 1 && (rows * blocks > most || !are_alike(w, first, blocks))) blocks /= 2;
     return blocks;
 }
 
@@ -213,22 +194,24 @@ static inline int fitting(const Packed& w, int rows, int blocks) {
 template <class Where, class Put>
 static void linear_columns(
     const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
-    const bool exact = w.kind == INT8 || w.kind == INT4;  // sums of integers, by tiles or not
-    if (uses_tiles(w) && !(exact && m1 - m0 <= ROWS)) return tile_columns(w, x, m0, m1, first, blocks, where, put);
+    const bool exact = w.kind == INT8 || w.kind == INT4 || w.kind == GGUF;  // sums of integers, by tiles or not
+    const int most = w.kind == GGUF ? GGUF_ROWS : ROWS;
+    if (uses_tiles(w) && !(exact && m1 - m0 <= most)) return tile_columns(w, x, m0, m1, first, blocks, where, put);
     int64_t stride = input_stride(w);
-    int count = (m1 - m0 + ROWS - 1) / ROWS;
+    int count = (m1 - m0 + most - 1) / most;
     for (int i = 0, m = m0; i < count; i++) {  // register blocks of nearly equal height
         int rows = (m1 - m + count - i - 1) / (count - i);
         for (int b = 0; b < blocks;) {
             auto part = [&]<int wide>() {
-                Vector sums[ROWS][wide];
+                Vector sums[GGUF_ROWS][wide];
                 multiply_rows<wide>(rows, w, x + m * stride, stride, first + b, sums);
                 for (int r = 0; r < rows; r++)
                     for (int v = 0; v < wide; v++) put(where(m + r, first + b + v), first + b + v, sums[r][v]);
                 b += wide;
             };
-            int wide = fitting(w, rows, WIDEST);
+            int wide = WIDEST;
             while (wide > blocks - b) wide /= 2;
+            wide = fitting(w, rows, first + b, wide);
             if (wide >= 8) part.template operator()<8>();
             else if (wide >= 4) part.template operator()<4>();
             else if (wide >= 2) part.template operator()<2>();

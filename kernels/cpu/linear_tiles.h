@@ -1,9 +1,39 @@
 // Products with packed weights by tiles. As in linear.h, sums are in one order for every number of rows, but in another one.
 #pragma once
 
-#include "packed.h"
+#include "linear_blocks.h"
 
 #if defined(HAS_TILES)
+
+// 32 inputs of 16 outputs in blocks, see linear_blocks.h: codes less their zeros, as a tile takes them, and the groups' numbers.
+struct alignas(64) UnpackedChunk {
+    uint32_t codes[CHUNK / 4][TILE];
+    Vector scale[2], low;
+};
+
+template <int format> static void unpack_chunk(const uint8_t* records, int number, UnpackedChunk& to) {
+    constexpr BlockFormat f = FORMATS[format];
+    constexpr int CHUNKS = f.record() / CHUNK, GROUPS = CHUNK / f.group, MANY = QUADS<f.bits>;
+    const int inside = number % CHUNKS;
+    const uint8_t* record = records + (int64_t)(number / CHUNKS) * f.record_bytes();
+    const uint8_t* chunk = record + f.header_bytes() + inside * f.chunk_bytes();
+    for (int line = 0; line < f.low_lines(); line++) {
+        Words codes[MANY];
+        codes_of_line<f.bits>(chunk, line, codes);
+        __builtin_prefetch(chunk + (line + AHEAD) * LINE);
+        for (int q = 0; q < MANY; q++)
+            _mm512_store_si512(to.codes[line * MANY + q], _mm512_sub_epi8((__m512i)codes[q], _mm512_set1_epi8((char)f.zero)));
+    }
+    for (int g = 0; g < GROUPS; g++) {
+        const GroupNumbers<format> numbers(record, inside * GROUPS + g, 0);
+        to.scale[g] = numbers.scale, to.low = numbers.low;
+    }
+}
+
+constexpr void (*UNPACK_CHUNK[])(const uint8_t*, int, UnpackedChunk&) = {
+    unpack_chunk<Q8_0>, unpack_chunk<Q4_0>, unpack_chunk<Q4_1>, unpack_chunk<Q5_0>,
+    unpack_chunk<Q5_1>, unpack_chunk<Q4_K>, unpack_chunk<Q5_K>, unpack_chunk<Q6_K>,
+};
 
 // A pass over `wide` vectors of weights, from vector `first` on, for `rows` rows from row `m` on: `high` blocks of them.
 template <int high, int wide> struct TilePass {
@@ -185,14 +215,62 @@ template <int high, int wide> struct TilePass {
             for (int v = 0; v < wide; v++)
                 put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(x + r * stride, stride));
     }
+
+    // As `int4`, with the sums of `multiply_blocks`, bit for bit. All vectors are of one format.
+    void blocks(Vector* sums) const {
+        const int format = w.formats[first], groups = CHUNK / FORMATS[format].group, depth = CHUNK / 4 / groups;  // groups of a chunk
+        const int count = w.in / CHUNK * groups;
+        const bool has_low = FORMATS[format].has_low;
+        UnpackedChunk unpacked[3][wide];
+        alignas(64) Tile products[2][TILES];
+        const InputChunk* chunks = chunks_of(w, x);
+        Tiles tiles;
+        shape(tiles, depth);
+        auto unpack_all = [&](int chunk) {
+            for (int v = 0; v < wide && chunk < w.in / CHUNK; v++)
+                UNPACK_CHUNK[format]((const uint8_t*)w.data + w.places[first + v], chunk, unpacked[chunk % 3][v]);
+        };
+        auto add_group = [&](int group) {
+            const int c = group / groups;
+            for (int v = 0; v < wide; v++) {
+                const UnpackedChunk& numbers = unpacked[c % 3][v];
+                const Vector scale = numbers.scale[group % groups], low = numbers.low;
+                for (int r = 0; r < rows; r++) {
+                    const InputChunk& chunk = chunks[r * stride / CHUNK_WORDS + c];
+                    const int tile = r / TILE * wide + v;
+                    const Ints found = (Ints)load_words(products[group % 2][tile][r % TILE]);
+                    Vector sum = fma(__builtin_convertvector(found, Vector), scale * chunk.scale, sums[tile * TILE + r % TILE]);
+                    sums[tile * TILE + r % TILE] = has_low ? fma(all(chunk.sum), low, sum) : sum;
+                }
+            }
+        };
+        unpack_all(0);
+        for (int group = 0; group < count; group++) {
+            if (group % groups == 0) unpack_all(group / groups + 1);
+            each<TILES>([]<int c>() { tile_zero<c>(); });
+            add_products<SIGNED>(group * depth, [&]<int v>() {
+                tile_load<4 + v % 2>(unpacked[group / groups % 3][v].codes[group % groups * depth], TILE);
+            });
+            each<TILES>([&]<int c>() { tile_store<c>(products[group % 2][c][0], TILE); });
+            if (group > 0) add_group(group - 1);
+        }
+        add_group(count - 1);
+    }
+
+    template <class Where, class Put> void gguf(const Where& where, const Put& put) const {
+        Vector sums[TILES * TILE] = {};
+        blocks(sums);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < wide; v++) put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE]);
+    }
 };
 
 // See linear_columns. Up to four blocks of rows read the weights once. More are bound by products, of which a block of rows with
-// four vectors makes the most, but for MXFP4, which each pass unpacks.
+// four vectors makes the most, but for MXFP4 and GGUF, which each pass unpacks.
 template <class Where, class Put>
 static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
     const int block = TILE / tile_rows_of_row(w);
-    const int most = m1 - m0 > 4 * block && w.kind != MXFP4 ? 1 : 4;
+    const int most = m1 - m0 > 4 * block && w.kind != MXFP4 && w.kind != GGUF ? 1 : 4;
     for (int m = m0; m < m1; m += most * block) {
         const int rows = std::min(most * block, m1 - m), high = (rows + block - 1) / block;
         for (int b = 0; b < blocks;) {
@@ -200,10 +278,12 @@ static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int
                 TilePass<high, wide> pass(w, x, m, rows, first + b);
                 pass.fetch(where);
                 if (w.kind == INT4) pass.int4(where, put);
+                else if (w.kind == GGUF) pass.gguf(where, put);
                 else pass.floats_or_int8(where, put);
                 b += wide;
             };
-            const int left = blocks - b;
+            int left = blocks - b;
+            while (left > 1 && !are_alike(w, first + b, left)) left--;
             if (high == 4) pass.template operator()<4, 1>();
             else if (high == 3) pass.template operator()<3, 1>();
             else if (high == 2 && left >= 2) pass.template operator()<2, 2>();

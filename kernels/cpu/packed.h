@@ -2,12 +2,13 @@
 //
 // A weight [out, in] is packed in groups of 16 outputs: [out / 16][steps][16] words of 4 bytes, padded. A word holds 1, 2, 4
 // or 8 inputs of an output. Inputs of integer weights are rounded to 8 bits, with a scale for each row; integer sums are
-// exact. MXFP4 weights are floats, which a product decodes. With tiles, a row of floats for HALVED or MXFP4 weights becomes three of
-// bfloat16, whose sum it is.
+// exact. MXFP4 weights are floats, which a product decodes. GGUF weights are records instead of words, see blocks.h, whose inputs
+// have a scale for each 32. With tiles, a row of floats for HALVED or MXFP4 weights becomes three of bfloat16, whose sum it is.
 #pragma once
 
 #include <algorithm>
 
+#include "blocks.h"
 #include "team.h"
 #include "tiles.h"
 #include "vector.h"
@@ -23,6 +24,7 @@ enum Kind : int32_t {
     INT8 = 3,      // a scale for each output; bytes hold the code + 128
     INT4 = 4,      // a scale and a zero for each output and `quant_group` inputs; nibbles hold the code
     MXFP4 = 5,     // nibbles hold floats of 4 bits (e2m1), zeros a power of two for `quant_group` inputs, as its exponent + 127
+    GGUF = 6,      // blocks of GGUF files: each 16 outputs have a format. quant_group is 32
 };
 
 struct Packed {
@@ -31,6 +33,8 @@ struct Packed {
     const float* scales;   // INT8: [padded out]; INT4: [in / quant_group][padded out]
     const uint8_t* zeros;  // INT4: as the scales; MXFP4: [in / quant_group][padded out]
     int32_t kind, in, out, quant_group;
+    const int64_t* places;   // GGUF: [groups + 1], where in `data` the records of each 16 outputs begin, and end
+    const uint8_t* formats;  // GGUF: [groups]
 };
 
 static inline int inputs_of_word(int kind) { return kind == FLOAT32 ? 1 : kind <= BFLOAT16 ? 2 : kind == INT8 ? 4 : 8; }
@@ -41,7 +45,8 @@ static inline int steps_of(const Packed& w) {
     switch (w.kind) {
         case FLOAT32: return w.in;
         case INT8: return rounded_up(w.in, 4 * TILE) / 4;
-        case INT4: return rounded_up(w.in, 4 * TILE) / 8;
+        case INT4:
+        case GGUF: return rounded_up(w.in, 4 * TILE) / 8;
         case MXFP4: return rounded_up(w.in, 2 * TILE) / 8;
         default: return rounded_up(w.in, 2 * TILE) / 2;
     }
@@ -54,7 +59,18 @@ static inline const uint32_t* column_of(const Packed& w, int vector) {
     return (const uint32_t*)w.data + (int64_t)(vector / BLOCKS) * steps_of(w) * GROUP + vector % BLOCKS * LANES;
 }
 
-static inline int64_t packed_bytes(const Packed& w) { return (int64_t)padded_out(w) * steps_of(w) * 4; }
+static inline int64_t packed_bytes(const Packed& w) {
+    if (w.kind == GGUF) return w.places[padded_out(w) / GROUP] - w.places[0];
+    return (int64_t)padded_out(w) * steps_of(w) * 4;
+}
+
+// Whether vectors are of one format.
+static inline bool are_alike(const Packed& w, int first, int count) {
+    for (int v = first; w.kind == GGUF && v < first + count; v++)
+        if (w.formats[v / BLOCKS] != w.formats[first / BLOCKS]) return false;
+    return true;
+}
+
 static inline int quant_groups(const Packed& w) { return (w.in + w.quant_group - 1) / w.quant_group; }
 
 static inline Vector low_half(Words pairs) { return (Vector)(pairs << 16); }
@@ -69,6 +85,7 @@ static inline Words load_words(const uint32_t* from) {
 // Whether products with it are made of tiles. Setting them up costs narrow rows more than it brings.
 static inline bool uses_tiles(const Packed& w) {
     if (!has_tiles() || w.kind == FLOAT32 || (w.kind == HALVED && w.in < 1024)) return false;
+    if (w.kind == GGUF) return true;
     if (w.kind == MXFP4) return w.quant_group == 2 * TILE;
     return w.kind != INT4 || w.quant_group == 2 * TILE || w.quant_group % (4 * TILE) == 0;
 }
@@ -89,6 +106,7 @@ static inline int64_t input_stride(const Packed& w) {
         case BFLOAT16: return steps_of(w);
         case INT8: return rounded_up(steps_of(w) + 2, TILE);
         case MXFP4: return (uses_tiles(w) ? 12 : 8) * steps_of(w);
+        case GGUF: return rounded_up(2 * steps_of(w) + CHUNK_WORDS * quant_groups(w), TILE);
         default: return rounded_up(2 * steps_of(w) + quant_groups(w) + 1, TILE);
     }
 }
@@ -112,9 +130,46 @@ static void split_row(const Packed& w, const float* x, uint16_t* to) {
     }
 }
 
+// A row for GGUF weights: the codes of all inputs, then CHUNK_WORDS for each 32 of them.
+struct InputChunk {
+    int32_t totals[2];  // of codes, 16 and 16
+    float scale, sum;   // sum: totals times scale
+};
+static_assert(sizeof(InputChunk) == 4 * CHUNK_WORDS);
+
+static inline const InputChunk* chunks_of(const Packed& w, const uint32_t* row) { return (const InputChunk*)(row + 2 * steps_of(w)); }
+
+static void prepare_blocks(const Packed& w, const float* x, uint32_t* to) {
+    InputChunk* chunks = (InputChunk*)(to + 2 * steps_of(w));
+    const Vector magic = all(ROUNDING);
+    for (int c = 0; c < w.in / CHUNK; c++) {
+        Vector most{}, wrong{};  // NaN or infinity makes the scale NaN or infinite
+        for (int k = CHUNK * c; k < CHUNK * (c + 1); k += LANES) {
+            const Vector part = load(x + k);
+            most = max(most, max(part, -part)), wrong = wrong + part * 0.0f;
+        }
+        const float largest = largest_of(most), inverse = largest > 0 ? 127 / largest : 0;
+        int8_t codes[CHUNK];
+        for (int k = 0; k < CHUNK; k += LANES) {
+            const Ints rounded = (Ints)(load(x + CHUNK * c + k) * inverse + magic) - (Ints)magic;
+            const SignedBytes narrow = __builtin_convertvector(rounded, SignedBytes);
+            memcpy(codes + k, &narrow, LANES);
+        }
+        memcpy((int8_t*)to + CHUNK * c, codes, CHUNK);
+        InputChunk& chunk = chunks[c];
+        for (int half = 0; half < 2; half++) {
+            chunk.totals[half] = 0;
+            for (int k = 0; k < CHUNK / 2; k++) chunk.totals[half] += codes[CHUNK / 2 * half + k];
+        }
+        chunk.scale = largest / 127 + sum(wrong);
+        chunk.sum = (float)(chunk.totals[0] + chunk.totals[1]) * chunk.scale;
+    }
+}
+
 static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
     int64_t stride = input_stride(w);
     if (tile_rows_of_row(w) == 3) return split_row(w, x, (uint16_t*)to);
+    if (w.kind == GGUF) return prepare_blocks(w, x, to);
     if (w.kind <= BFLOAT16 || w.kind == MXFP4) {
         int size = w.kind == BFLOAT16 ? 2 : 4;
         memset((char*)to + (size_t)size * w.in, 0, 4 * stride - (size_t)size * w.in);
@@ -181,9 +236,29 @@ template <class Visit> static void each_element(Team& team, const Packed& w, con
 static inline int64_t nibble_byte(int64_t place) { return place / 8 * 4 + place % 4; }
 static inline int nibble_shift(int64_t place) { return place % 8 < 4 ? 0 : 4; }
 
-// `weight` [out, in] to the packed form: floats, halves of bfloat16, or codes in bytes.
+// The same for blocks as a file has them, all of one format. `to`: where places[0] is.
+static void pack_blocks(Team& team, const Packed& w, const uint8_t* weight, uint8_t* to) {
+    const int format = w.formats[0];
+    const BlockFormat& f = FORMATS[format];
+    const int blocks = w.in / f.block();
+    const double nanoseconds = 4.0 * w.in * w.out;
+    Team::Together together(team, nanoseconds);
+    team.run(padded_out(w) / GROUP, nanoseconds, [&](int group, int) {
+        uint8_t* record = to + group * block_bytes(format, w.in);
+        for (int b = 0; b < blocks; b++) {
+            const int first = b * f.block();
+            for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++)
+                pack_block(
+                    format, weight + ((int64_t)n * blocks + b) * f.block_bytes, record + first / f.record() * f.record_bytes(), n % GROUP,
+                    first % f.record());
+        }
+    });
+}
+
+// `weight` [out, in] to the packed form: floats, halves of bfloat16, codes in bytes, or blocks.
 static void pack(Team& team, const Packed& w, const void* weight, void* to) {
     memset(to, 0, packed_bytes(w));
+    if (w.kind == GGUF) return pack_blocks(team, w, (const uint8_t*)weight, (uint8_t*)to);
     each_element(team, w, [&](int64_t place, int64_t index) {
         if (w.kind == FLOAT32) ((float*)to)[place] = ((const float*)weight)[index];
         else if (w.kind <= BFLOAT16) ((uint16_t*)to)[place] = ((const uint16_t*)weight)[index];
@@ -192,8 +267,23 @@ static void pack(Team& team, const Packed& w, const void* weight, void* to) {
     });
 }
 
-// The inverse of `pack`.
+// The weights, float32 [out, in].
+static void unpack_blocks(Team& team, const Packed& w, float* weight) {
+    const double nanoseconds = 8.0 * w.in * w.out;
+    Team::Together together(team, nanoseconds);
+    team.run(padded_out(w) / GROUP, nanoseconds, [&](int group, int) {
+        const BlockFormat& f = FORMATS[w.formats[group]];
+        for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++)
+            for (int k = 0; k < w.in; k++) {
+                const uint8_t* record = (const uint8_t*)w.data + w.places[group] + (int64_t)(k / f.record()) * f.record_bytes();
+                weight[(int64_t)n * w.in + k] = unpacked_block(w.formats[group], record, n % GROUP, k % f.record());
+            }
+    });
+}
+
+// The inverse of `pack`; of blocks float32.
 static void unpack(Team& team, const Packed& w, void* weight) {
+    if (w.kind == GGUF) return unpack_blocks(team, w, (float*)weight);
     const uint8_t* bytes = (const uint8_t*)w.data;
     each_element(team, w, [&](int64_t place, int64_t index) {
         if (w.kind == FLOAT32) ((float*)weight)[index] = ((const float*)w.data)[place];

@@ -98,6 +98,50 @@ static inline Ints widened(const uint8_t* from) {
 #endif
 }
 
+// From float16.
+static inline Vector load_f16(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    const Words bits = __builtin_convertvector(halves, Words), magnitude = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+    const Words small = (Words)(__builtin_convertvector((Ints)magnitude, Vector) * 0x1p-24f);
+    const Words usual = (magnitude << 13) + (112u << 23), special = (magnitude << 13) | 0x7f800000;  // infinite, or no number
+    const Words is_small = (Words)(magnitude < 0x400), is_special = (Words)(magnitude >= 0x7c00);
+    return (Vector)(sign | (is_small & small) | (is_special & special) | (~is_small & ~is_special & usual));
+#endif
+}
+
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+// The sum of 2 products of 16-bit numbers in each lane.
+static inline Ints pairs(Words weights, uint32_t input) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(input));
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(input));
+#endif
+}
+#endif
+
+// 4 unsigned bytes of each lane of `weights` times 4 signed bytes of `input`, added to the lane.
+static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(input));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(input));
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+    // Even and odd bytes, widened to 16 bits: a product of pairs with their sum is exact there.
+    auto widened = [](uint32_t word) { return (uint16_t)(int8_t)word | (uint32_t)(int8_t)(word >> 16) << 16; };
+    return sums + pairs(weights & 0x00ff00ff, widened(input)) + pairs(weights >> 8 & 0x00ff00ff, widened(input >> 8));
+#else
+    for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
+    return sums;
+#endif
+}
+
 // bfloat16 is the upper half of a float.
 static inline Vector load_bf16(const uint16_t* from) {
     Halves x;
@@ -138,6 +182,14 @@ static inline float sum(Vector x) {
     store(lanes, x);
     for (int n = LANES / 2; n > 0; n /= 2)
         for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
+    return lanes[0];
+}
+
+static inline float largest_of(Vector x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
     return lanes[0];
 }
 

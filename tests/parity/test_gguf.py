@@ -21,14 +21,16 @@ from eagle_server.models.checkpoints.gguf import directory as module
 from eagle_server.models.checkpoints.gguf.directory import directory_of
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
-from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights
+from eagle_server.models.checkpoints.weights import open_weights
 from eagle_server.models.config import CheckpointError
+from eagle_server.models.layers import Linear
 from eagle_server.ops.native.build import BuildError
 from eagle_server.text.tokenizer import load_tokenizer
 from tests.parity.checkpoints import CASES, write
 from tests.parity.test_target_parity import DenseWindows
 from tests.support.engines import CONTEXT, MARGIN, plain, request, run, tokens_of
 from tests.support.gguf_files import write_gguf
+from tests.support.k_quants import K_QUANTS, k_quantized
 
 FAMILIES = ["llama", "llama-tied", "llama-biases-of-attention", "qwen2", "qwen3", "qwen3-moe"]
 KINDS = ["BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
@@ -39,8 +41,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "CACHE", tmp_path_factory.mktemp("cache") / "kernels")
 
 
-def checkpoint(name: str, directory: Path) -> Path:
-    if name == "llama-biases-of-attention":
+WIDE = {"hidden_size": 256, "intermediate_size": 512}  # whole blocks of 256 inputs
+
+
+def checkpoint(name: str, directory: Path, **changes: Any) -> Path:
+    if "-wide" in name:
+        own = {"head_dim": 64} if name.startswith("qwen3") else {}
+        write(CASES[name.replace("-wide", "")], directory, **WIDE, **own)
+    elif changes:
+        write(CASES[name], directory, **changes)
+    elif name == "llama-biases-of-attention":
         write(CASES["llama"], directory, attention_bias=True)
     elif name == "qwen3-moe":
         write(CASES[name], directory, norm_topk_prob=True)  # as llama.cpp computes it; files do not say
@@ -58,8 +68,8 @@ def opened(source: Path, kind: str = "F32", **given: Any) -> Path:
 
 
 @torch.inference_mode()
-def logits(directory: Path) -> torch.Tensor:
-    target: Any = load_target(directory, Loading(progress=False, pack=False), dtype="float32")
+def logits(directory: Path, *, pack: bool = False) -> torch.Tensor:
+    target: Any = load_target(directory, Loading(progress=False, pack=pack), dtype="float32")
     tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1))
     hidden = target(tokens, torch.arange(20), DenseWindows(1, 20)).hidden
     return target.logits(hidden)  # type: ignore[no-any-return]
@@ -88,36 +98,92 @@ def test_llama_3s_frequencies_are_those_of_the_file(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(directory), logits(source), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *K_QUANTS])
 def test_every_type_is_read_as_the_package_reads_it(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = checkpoint("llama", tmp_path / "source")
-    with caplog.at_level(logging.WARNING):
-        opened(source, kind)
-        caplog.clear()  # every start says it
-        stored = open_weights(directory_of(tmp_path / "gguf" / f"model-{kind}.gguf"))
-    quantized = GGMLQuantizationType[kind]
+    source = checkpoint("llama-wide" if kind in K_QUANTS else "llama", tmp_path / "source")
+    directory = opened(source, kind)
+    stored, quantized = open_weights(directory), GGMLQuantizationType[kind]
     for name, tensor in load_file(source / "model.safetensors").items():
         expected = tensor
         if tensor.dim() > 1:  # rounding by rows does not depend on their order
-            expected = torch.from_numpy(dequantize(quants.quantize(tensor.numpy(), quantized), quantized))
+            array = tensor.numpy()
+            blocks = k_quantized(array, kind) if kind in K_QUANTS else quants.quantize(array, quantized)
+            expected = torch.from_numpy(dequantize(blocks, quantized))
         assert torch.equal(stored[name].read().float(), expected), name
-    assert ("multiplied out to 16 bits" in caplog.text) == (kind not in ("BF16", "F16", "Q4_0"))
+    for pack in (True, False):  # every start says how it is computed
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            load_target(directory, Loading(progress=False, pack=pack))
+        in_blocks, as_it_is = kind not in ("BF16", "F16"), pack or kind == "Q4_0"
+        assert (f"weights in {kind} are computed as they are" in caplog.text) == (in_blocks and as_it_is)
+        assert (f"weights in {kind} are multiplied out to 16 bits" in caplog.text) == (in_blocks and not as_it_is)
 
 
-def test_q4_0_is_computed_as_it_is(tmp_path: Path) -> None:
-    """Its integers are packed for the native kernels, and speculative texts are plain ones."""
-    directory = opened(checkpoint("llama", tmp_path / "source"), "Q4_0")
-    for name, tensor in open_weights(directory).items():
-        if len(tensor.shape) > 1:
-            assert isinstance(tensor, QuantizedTensor), name
-            assert torch.equal(tensor.load().dense(), tensor.read())  # type: ignore[union-attr]
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_output": "Q4_K", "output.weight": "Q6_K"}  # a file named Q4_K_M
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M"])
+@pytest.mark.parametrize("name", ["llama-wide", "llama-wide-tied", "qwen3-wide"])
+def test_blocks_are_computed_as_they_are(name: str, kind: str, tmp_path: Path) -> None:
+    """Beside float32 arithmetic on the same weights, logits are as near as the file's are to those before its rounding.
+
+    Inputs are rounded to 8 bits, as Q8_0's weights are. Speculative texts are plain ones, bit for bit.
+    """
+    source = checkpoint(name, tmp_path / "source")
+    directory = opened(source, "Q4_K", kinds=MIXED) if kind == "Q4_K_M" else opened(source, kind)
+    exact, original = logits(directory), logits(source)
+    near = logits(directory, pack=True)
+    assert (near - exact).norm() < 1.2 * (exact - original).norm()
+    assert (near - exact).norm() < 0.1 * exact.norm()
     target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
-    assert target.is_fused and target.layers[0].mlp.down.weight.numel() == 0
+    linears = [module for module in target.modules() if isinstance(module, Linear)]
+    assert target.is_fused
+    for linear in linears:  # lm_head too; its 131 outputs are 144 with padding
+        assert 8 * linear.nbytes / sum(rows for _, rows in linear.parts) / linear.weight.shape[1] < 10
+    assert_speculates_losslessly(target)
+
+
+def assert_speculates_losslessly(target: Any) -> None:
     requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
     texts = tokens_of(run(plain(target), requests))
     assert tokens_of(run(plain(target, ngram_steps=4, nodes=6), requests)) == texts
+
+
+def test_blocks_of_experts_are_computed_as_they_are(tmp_path: Path) -> None:
+    """Gates and up-projections of two types, one expert after the other."""
+    source = checkpoint("qwen3-moe", tmp_path / "source", norm_topk_prob=True, moe_intermediate_size=64)
+    directory = opened(source, "Q8_0", kinds={"ffn_gate_inp": "F32", "ffn_up_exps": "Q5_0"})
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    experts = target.layers[0].mlp.experts
+    assert target.is_fused and experts.gate_up.nbytes < 0.5 * 2 * experts.gate_up.native[0].dense().numel()
+    exact, near = logits(directory), logits(directory, pack=True)
+    assert (near - exact).norm() < 0.1 * exact.norm()
+    assert_speculates_losslessly(target)
+
+
+def test_blocks_stay_where_a_rounding_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And are not kept in a cache: they are in the file."""
+    directory = opened(checkpoint("llama", tmp_path / "source"), "Q8_0")
+    how = Loading(progress=False, quantization="int4")
+    with caplog.at_level(logging.WARNING):
+        target: Any = load_target(directory, how, quantization_cache=tmp_path / "kept")
+    assert target.layers[0].mlp.down.native[0].quantization is None
+    assert "--quantization int4 rounds its other layers only" in caplog.text
+    assert "weights in the blocks of a GGUF file are not kept" in caplog.text
+    assert not [*(tmp_path / "kept").iterdir()]
+
+
+def test_parts_that_cannot_be_packed_together_are_multiplied_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint("llama", tmp_path / "source", num_attention_heads=4, num_key_value_heads=1, head_dim=24)
+    directory = opened(source, "Q8_0", kinds={"attn_k": "Q5_0"})
+    with caplog.at_level(logging.WARNING):
+        target: Any = load_target(directory, Loading(progress=False))
+    assert "model.layers.0.self_attn.v_proj.weight: multiplied out: 16 outputs have several types" in caplog.text
+    assert target.layers[0].attention.qkv.native[0].scales is None and "mlp" not in caplog.text
 
 
 def test_the_demo_has_its_text_with_its_head(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.k_quants import K_QUANTS, k_quantized
+
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _PARTS = {
@@ -85,7 +87,8 @@ def write_gguf(
             writer.add_tensor(name, array)
         else:
             quantized = GGMLQuantizationType[own]
-            writer.add_tensor(name, quants.quantize(array, quantized), raw_dtype=quantized)
+            blocks = k_quantized(array, own) if own in K_QUANTS else quants.quantize(array, quantized)
+            writer.add_tensor(name, blocks, raw_dtype=quantized)
     for name, array in (more or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -38,7 +38,6 @@ from eagle_server.ops.native.library import available
 from eagle_server.speculation.tree_config import TreeConfig
 
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4, "mxfp4": 4.25}  # per weight, with scales, and zeros of groups of 128
-_Q4_0 = 5.25  # bits per weight of a GGUF file: a float32 scale and a zero for 32 inputs
 _MOST_STREAMS = 3  # residual streams in a node's feature; an EAGLE-3 head reads the most
 _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
 
@@ -144,7 +143,7 @@ def weight_bytes(
     for name, tensor in stored.items():
         weight_bits = plain
         if isinstance(tensor, QuantizedTensor) and quantized is None:
-            weight_bits = _Q4_0 if native else plain
+            weight_bits = tensor.bits or plain if native and "embed" not in name else plain
         elif isinstance(tensor, QuantizedTensor) and quantized is not None:
             weight_bits = _BITS.get(quantized.method) or (_BITS["int4"] if quantized.bits == 4 else 8.0)  # noqa: PLR2004
             if quantized.method == "mxfp4" and not native:

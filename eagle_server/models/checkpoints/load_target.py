@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from eagle_server.models.checkpoints.fused_experts import separate_gates
+from eagle_server.models.checkpoints.gguf.tensors import say_types
 from eagle_server.models.checkpoints.loading import DEFAULT_LOADING, Loading
 from eagle_server.models.checkpoints.packed_cache import PackedCache
 from eagle_server.models.checkpoints.padded_values import with_padded_values
@@ -26,6 +27,7 @@ from eagle_server.models.checkpoints.quantized import (
 from eagle_server.models.checkpoints.rank_slices import own_slices, replicated, split_over
 from eagle_server.models.checkpoints.transformers_config import transformers_config
 from eagle_server.models.checkpoints.weights import (
+    QuantizedTensor,
     Weights,
     check_names,
     copy_weights,
@@ -200,9 +202,13 @@ def _fill(
     views, rounded = dict(model.weight_views()), dict[Linear, Rounded]()
     stored = without_added_biases(stored, views)
     check_names(views, stored, directory)
-    device = model.embed.device
-    if kept is None and how.pack and (device.type == "cuda" or available(device, model.config.dtype)):
+    native = how.pack and available(model.embed.device, model.config.dtype)
+    say_types(directory, native=native)
+    if kept is None and how.pack and (native or model.embed.device.type == "cuda"):
         rounded = rounded_linears(model, views, stored)
+        table = stored[EMBED]
+        if native and model.config.tie_word_embeddings and isinstance(table, QuantizedTensor):
+            rounded[model.lm_head] = Rounded({EMBED: table}, (views[EMBED],))
         if rounded and how.quantization is not None:
             log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, how.quantization)
     unread = {

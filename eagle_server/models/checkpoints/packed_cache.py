@@ -76,6 +76,9 @@ class PackedCache:
     def write(self, model: nn.Module) -> None:
         """Keep the packed weights of all linear layers. Without them, on a full disk, the model serves all the same."""
         weights = {name: linear.native[0] for name, linear in _linears(model).items() if linear.native is not None}
+        if any(weight.quantization is None for weight in weights.values()):
+            log.warning("--quantization-cache: weights in the blocks of a GGUF file are not kept")
+            return
         tensors = {
             f"{name}.{part}": tensor for name, weight in weights.items() for part, tensor in weight.tensors().items()
         }

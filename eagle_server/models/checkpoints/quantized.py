@@ -15,6 +15,7 @@ Sources: the packing code of AutoGPTQ 0.7, AutoAWQ 0.2 and compressed-tensors 0.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,17 @@ from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTenso
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import LARGEST_SIZE
 from eagle_server.models.layers import Linear, linear_views
+from eagle_server.ops.linear.blocks import BlockWeight
 from eagle_server.ops.linear.fp8_rows import FP8
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.native.linear import packable
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV
 _BITS = (4, 8)
 _INT8_ZERO = 128
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -201,8 +206,8 @@ def _taken(
     return QuantizedTensor(first.file, first.key, shape, lambda: _dense(load()), load=load)
 
 
-def _dense(weight: QuantizedWeight | Tensor) -> Tensor:
-    return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+def _dense(weight: QuantizedWeight | BlockWeight | Tensor) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense()
 
 
 def _grouped(
@@ -285,9 +290,15 @@ class Rounded:
     tensors: dict[str, QuantizedTensor]
     views: tuple[Tensor, ...]
 
-    def __call__(self) -> QuantizedWeight | None:
+    def __call__(self) -> QuantizedWeight | BlockWeight | None:
         """The integers, for native kernels; None: they do not compute these, and the layer holds floats now."""
         parts = [tensor.load() for tensor in self.tensors.values()]
+        in_blocks = [each for each in parts if isinstance(each, BlockWeight)]
+        if len(in_blocks) == len(parts):
+            weight = BlockWeight.stacked(in_blocks)
+            if packable(weight):
+                return weight
+            log.warning("%s: multiplied out: 16 outputs have several types", ", ".join(self.tensors))
         known = [each for each in parts if isinstance(each, QuantizedWeight)]
         if len(known) == len(parts) and len({(each.quantization, each.group) for each in known}) == 1:
             return QuantizedWeight.stacked(known)

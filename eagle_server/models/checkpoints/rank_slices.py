@@ -28,6 +28,7 @@ from eagle_server.cache.pool import KVShape
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights
 from eagle_server.models.config import CheckpointError, ModelConfig, Split
 from eagle_server.models.ranks import RankGroup
+from eagle_server.ops.linear.blocks import BlockWeight
 from eagle_server.ops.linear.quantize import QuantizedWeight
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -130,7 +131,7 @@ def slice_of(tensor: StoredTensor, dim: int, number: int, shares: int) -> Stored
         missing = length - (last - first)
         return F.pad(part, (0, 0) * (part.dim() - 1 - dim) + (0, missing)) if missing else part
 
-    def load() -> QuantizedWeight | Tensor:
+    def load() -> QuantizedWeight | BlockWeight | Tensor:
         assert isinstance(tensor, QuantizedTensor)
         if last - first < length:
             return read()  # with its zeros, in floating point
@@ -138,6 +139,8 @@ def slice_of(tensor: StoredTensor, dim: int, number: int, shares: int) -> Stored
         if isinstance(weight, Tensor):
             return weight[where]
         part = weight.rows(slice(first, last)) if dim == 0 else weight.columns(first, last)
+        if isinstance(weight, BlockWeight):
+            return weight.dense()[where] if part is None else part
         if part is None and weight.quantization == "fp8":
             return weight.dense()[where]  # as where no kernel computes fp8
         if part is None:
@@ -164,11 +167,13 @@ def _rows_of_each(tensor: StoredTensor, sections: Sequence[int], number: int, sh
     def read() -> Tensor:
         return torch.cat([tensor.read_part((rows,)) for rows in parts])
 
-    def load() -> QuantizedWeight | Tensor:
+    def load() -> QuantizedWeight | BlockWeight | Tensor:
         assert isinstance(tensor, QuantizedTensor)
         weight = tensor.load()
         if isinstance(weight, Tensor):
             return torch.cat([weight[rows] for rows in parts])
+        if isinstance(weight, BlockWeight):
+            return BlockWeight.stacked([weight.rows(rows) for rows in parts])
         return QuantizedWeight.stacked([weight.rows(rows) for rows in parts])
 
     if isinstance(tensor, QuantizedTensor):

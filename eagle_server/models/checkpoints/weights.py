@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_whole_config
 from eagle_server.models.targets.registry import find_family
 from eagle_server.models.wrappers import Order, text_config, text_name, wrapper_of
+from eagle_server.ops.linear.blocks import BlockWeight
 from eagle_server.ops.linear.quantize import QuantizedWeight
 
 _NAMED = 8  # the number of keys that an error message lists
@@ -57,9 +59,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class QuantizedTensor(StoredTensor):
-    """A quantized weight [out, in]. `read` dequantizes it, `load` does so only if no kernel takes it as it is."""
+    """A quantized weight [out, in]. `read` dequantizes it, `load` does so only if no kernel takes it as it is.
 
-    load: Callable[[], QuantizedWeight | Tensor] = field(kw_only=True)
+    bits: of a weight in a GGUF file, scales included; None: it is another file.
+    """
+
+    load: Callable[[], QuantizedWeight | BlockWeight | Tensor] = field(kw_only=True)
+    bits: float | None = None
 
 
 Weights = dict[str, StoredTensor]
@@ -270,9 +276,11 @@ def _gguf(directory: Path) -> Weights:
     stored: Weights = {}
     for name, place in places.items():
         what, read = (file, place.key, tuple(place.shape)), partial(gguf.read, file, place)
-        is_int4 = place.type == gguf.INT4 and len(place.shape) == 2  # noqa: PLR2004
-        load = partial(gguf.read_int4, file, place)
-        stored[name] = QuantizedTensor(*what, read, load=load) if is_int4 else StoredTensor(*what, read)
+        if gguf.has_blocks(place):
+            load, bits = partial(gguf.read_blocks, file, place), 8 * place.size / math.prod(place.shape)
+            stored[name] = QuantizedTensor(*what, read, load=load, bits=bits)
+        else:
+            stored[name] = StoredTensor(*what, read)
     return stored
 
 

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.ops.linear.blocks import BlockWeight
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.linear.rounded import GROUPS, RoundedWeight
 from eagle_server.ops.linear.torch_quantized import TorchQuantizedWeight
 from eagle_server.ops.native.library import available
 from eagle_server.ops.native.linear import NativeWeight, native_linear
+
+Codes = QuantizedWeight | BlockWeight | NativeWeight  # a weight that is rounded already
 
 _FP8_CAPABILITY = (8, 9)  # the first GPUs that convert and multiply fp8: Ada
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
@@ -42,9 +45,7 @@ class PackedWeight:
         )
 
 
-def pack_weight(
-    weight: Tensor, quantization: Quantization | None = None, codes: QuantizedWeight | NativeWeight | None = None
-) -> PackedWeight:
+def pack_weight(weight: Tensor, quantization: Quantization | None = None, codes: Codes | None = None) -> PackedWeight:
     """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one.
 
     `codes`: the weight, already rounded; of `weight` only shape, dtype and device are read then.
@@ -55,12 +56,12 @@ def pack_weight(
         ValueError: `quantization` is asked for where no kernels compute with it.
     """
     device, dtype = weight.device, weight.dtype
+    if isinstance(codes, BlockWeight):
+        weight, codes = _from_blocks(weight, codes)
     if isinstance(codes, NativeWeight):
         return PackedWeight(None, None, codes)
     if quantization is not None and codes is None:
-        if (reason := why_not_computed(quantization, device, dtype)) is not None:
-            raise ValueError(f"--quantization {quantization}: {reason}")
-        codes = quantize(weight, quantization)
+        codes = _quantized(weight, quantization)
     if codes is not None:
         if codes.quantization != "fp8" and available(device, dtype):
             return PackedWeight(None, None, NativeWeight(codes))
@@ -76,6 +77,20 @@ def pack_weight(
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     keep = weight.dtype == torch.float32 and weight.numel() < _SMALL
     return PackedWeight(weight if keep else None, blocked)
+
+
+def _from_blocks(weight: Tensor, blocks: BlockWeight) -> tuple[Tensor, NativeWeight | QuantizedWeight | None]:
+    """For native kernels as they are, for others as int4 or, in the place of `weight`, multiplied out."""
+    if available(weight.device, weight.dtype):
+        return weight, NativeWeight(blocks)
+    as_int4 = blocks.as_int4()
+    return (weight, as_int4) if as_int4 is not None else (blocks.dense().to(weight.device, weight.dtype), None)
+
+
+def _quantized(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
+    if (reason := why_not_computed(quantization, weight.device, weight.dtype)) is not None:
+        raise ValueError(f"--quantization {quantization}: {reason}")
+    return quantize(weight, quantization)
 
 
 def why_not_computed(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -57,7 +57,7 @@ def functions() -> Any:
     loaded.eagle_layout.restype = c_char_p
     check_layout(loaded.eagle_layout().decode())
     loaded.eagle_session_new.restype = c_void_p
-    loaded.eagle_packed_bytes.restype = c_int64
+    loaded.eagle_packed_bytes.restype = loaded.eagle_block_bytes.restype = c_int64
     for name in ("pack", "unpack", "linear", "experts", "attention"):
         getattr(loaded, f"eagle_{name}").restype = None
     return loaded

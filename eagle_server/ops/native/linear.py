@@ -1,20 +1,23 @@
-"""Linear layers by the native kernels: packed weights, in 32, 16, 8 or 4 bits."""
+"""Linear layers by the native kernels: packed weights, in 32, 16, 8 or 4 bits, or in the blocks of GGUF files."""
 
 from __future__ import annotations
 
+from copy import copy
 from ctypes import byref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.ops.linear.blocks import FORMATS, BlockWeight
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.native.library import empty, floats, functions, pointer, session
 from eagle_server.ops.native.structs import PackedStruct
 
-_FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4, _MXFP4 = range(6)  # Kind in packed.h
+_FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4, _MXFP4, _GGUF = range(7)  # Kind in packed.h
 _KINDS: dict[Quantization, int] = {"int8": _INT8, "int4": _INT4, "mxfp4": _MXFP4}
 _GROUP = 16  # outputs that are packed together
+_BLOCK_GROUP = 32  # inputs of a row that share a scale, where weights are in blocks
 CACHE_LINE = 64  # bytes
 
 
@@ -24,9 +27,16 @@ class NativeWeight:
     float32 weights that bfloat16 holds exactly, as those of most checkpoints, take half the memory.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight) -> None:
-        self.scales = self.zeros = None
+    def __init__(self, weight: Tensor | QuantizedWeight | BlockWeight) -> None:
+        """Pack a weight. Parts of a BlockWeight must be `packable`."""
+        self.scales: Tensor | None = None
+        self.zeros: Tensor | None = None
+        self._places: Tensor | None = None
+        self._formats: Tensor | None = None
         self._group = 0
+        if isinstance(weight, BlockWeight):
+            self._pack_blocks(weight)
+            return
         if isinstance(weight, QuantizedWeight):
             self.dtype, source = torch.float32, weight.codes.contiguous()
             self._kind, self._group = _KINDS[weight.quantization], weight.group
@@ -43,6 +53,26 @@ class NativeWeight:
         shape = self._struct(None, None)
         self.data = torch.empty(functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8, device="cpu")
         functions().eagle_pack(session(), byref(shape), pointer(source), pointer(self.data))
+
+    def _pack_blocks(self, weight: BlockWeight) -> None:
+        """Each 16 outputs have records of their own, whose sizes follow from their format."""
+        self.dtype, self._kind, self._group = torch.float32, _GGUF, _BLOCK_GROUP
+        (outputs, self.inputs), places, formats = weight.shape, [0], []
+        for part in weight.parts:
+            number, groups = FORMATS[part.format].number, -(-len(part.blocks) // _GROUP)
+            size = functions().eagle_block_bytes(number, self.inputs)
+            places += [places[-1] + (group + 1) * size for group in range(groups)]
+            formats += [number] * groups
+        all_places = torch.tensor(places, dtype=torch.int64, device="cpu")
+        all_formats = torch.tensor(formats, dtype=torch.uint8, device="cpu")
+        self.data, first = torch.empty(places[-1], dtype=torch.uint8, device="cpu"), 0
+        for part in weight.parts:
+            blocks, self.outputs = part.blocks.contiguous(), len(part.blocks)
+            self._places, self._formats = all_places[first:], all_formats[first:]
+            shape = self._struct(None, None)
+            functions().eagle_pack(session(), byref(shape), pointer(blocks), pointer(self.data[places[first] :]))
+            first += -(-self.outputs // _GROUP)
+        self._places, self._formats, self.outputs = all_places, all_formats, outputs
 
     @classmethod
     def packed(
@@ -61,7 +91,7 @@ class NativeWeight:
         """
         weight = cls.__new__(cls)
         weight.dtype, weight.data, weight.scales, weight.zeros = torch.float32, data, scales, zeros
-        weight._kind, weight._group = _KINDS[quantization], group
+        weight._kind, weight._group, weight._places, weight._formats = _KINDS[quantization], group, None, None
         weight.outputs, weight.inputs = shape
         padded = (-(-weight.inputs // group), -(-weight.outputs // _GROUP) * _GROUP)
         packed = functions().eagle_packed_bytes(byref(weight._struct(None, None)))
@@ -78,9 +108,11 @@ class NativeWeight:
     def rows_from(self, first: int) -> NativeWeight:
         """The outputs from `first` on, a multiple of 16, over the same memory."""
         assert first % _GROUP == 0, "outputs are packed by 16"
-        rest = NativeWeight.__new__(NativeWeight)
-        rest.dtype, rest._kind, rest._group, rest.inputs = self.dtype, self._kind, self._group, self.inputs
+        rest = copy(self)
         rest.outputs = self.outputs - first
+        if self._places is not None and self._formats is not None:  # places stay those in all of `data`
+            rest._places, rest._formats = (table[first // _GROUP :] for table in (self._places, self._formats))
+            return rest
         groups = -(-self.outputs // _GROUP)
         rest.data = self.data[self.data.nbytes // groups * (first // _GROUP) :]
         rest.scales, rest.zeros = (x if x is None else x[:, first:].contiguous() for x in (self.scales, self.zeros))
@@ -88,9 +120,8 @@ class NativeWeight:
 
     def rows_until(self, count: int) -> NativeWeight:
         """The first `count` outputs, over the same memory. Rounded weights have a copy of the scales."""
-        begin = NativeWeight.__new__(NativeWeight)
-        begin.dtype, begin._kind, begin._group, begin.inputs = self.dtype, self._kind, self._group, self.inputs
-        begin.outputs, begin.data = count, self.data
+        begin = copy(self)
+        begin.outputs = count
         padded = -(-count // _GROUP) * _GROUP
         begin.scales, begin.zeros = (x if x is None else x[:, :padded].contiguous() for x in (self.scales, self.zeros))
         return begin
@@ -120,7 +151,7 @@ class NativeWeight:
     def dense(self) -> Tensor:
         """The weight [out, in] that is computed with, bit for bit."""
         halves = torch.bfloat16 if self._kind in (_HALVED, _BFLOAT16) else torch.float32
-        stored = halves if self.zeros is None else torch.uint8
+        stored = halves if self.zeros is None else torch.uint8  # of blocks what they are multiplied out to
         out = torch.empty(self.outputs, self.inputs, dtype=stored, device="cpu")
         functions().eagle_unpack(session(), byref(self.struct(None)), pointer(out))
         if self.zeros is None:
@@ -133,8 +164,15 @@ class NativeWeight:
         return QuantizedWeight("int8" if self._kind == _INT8 else "int4", out, scales, zeros, self._group).dense()
 
     def _struct(self, data: Tensor | None, bias: Tensor | None) -> PackedStruct:
-        pointers = (None if each is None else pointer(each) for each in (data, bias, self.scales, self.zeros))
-        return PackedStruct(*pointers, self._kind, self.inputs, self.outputs, self._group)
+        each = (data, bias, self.scales, self.zeros, self._places, self._formats)
+        first, second, *groups = (None if tensor is None else pointer(tensor) for tensor in each)
+        sizes = (self._kind, self.inputs, self.outputs, self._group)
+        return PackedStruct(first, second, *groups[:2], *sizes, *groups[2:])
+
+
+def packable(weight: BlockWeight) -> bool:
+    """Whether a weight can be packed: 16 outputs have one format."""
+    return all(len(part.blocks) % _GROUP == 0 for part in weight.parts[:-1])
 
 
 Biased = tuple[NativeWeight, Tensor | None]  # a weight and its bias

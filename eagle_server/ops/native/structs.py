@@ -16,6 +16,8 @@ class PackedStruct(Structure):
         ("inputs", c_int32),
         ("outputs", c_int32),
         ("quant_group", c_int32),
+        ("places", c_void_p),
+        ("formats", c_void_p),
     )
 
 

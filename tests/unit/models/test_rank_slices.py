@@ -21,7 +21,9 @@ from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTenso
 from eagle_server.models.config import CheckpointError, Split
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
+from eagle_server.ops.linear.blocks import BlockWeight
 from eagle_server.ops.linear.quantize import Quantization, QuantizedWeight
+from tests.support.block_rows import random_rows
 from tests.support.deepseek import DEEPSEEK
 from tests.support.ranks import rank_groups
 from tests.unit.models.test_load_target import CONFIG as LLAMA
@@ -205,6 +207,22 @@ def test_each_rank_has_its_heads_of_q_k_and_v_in_a_quantized_projection() -> Non
     expected = [*range(6, 12), *range(18, 24), *range(44, 64)]
     assert loaded.codes[:, 0].tolist() == own.read()[:, 0].tolist() == expected
     assert own.shape == (32, 32)
+
+
+@pytest.mark.parametrize(("part", "dim"), [("self_attn.q_proj", 0), ("self_attn.o_proj", 1)])
+@pytest.mark.parametrize("blocks", [2, 3])  # of a row; three do not divide
+def test_blocks_of_a_gguf_file_are_cut_between_blocks_or_multiplied_out(blocks: int, part: str, dim: int) -> None:
+    weight = BlockWeight((random_rows("Q8_0", 64, 32 * blocks),))
+    name, ranks = f"model.layers.0.{part}.weight", SimpleNamespace(rank=1, size=2)
+    stored = QuantizedTensor(Path("f"), name, weight.shape, weight.dense, load=lambda: weight)
+    split = Split(ranks, attention=True, mlp=True, experts=True)  # type: ignore[arg-type]
+    [own] = own_slices({name: stored}, read_target_config(CONFIG), split).values()
+    assert isinstance(own, QuantizedTensor)
+    loaded = own.load()
+    assert isinstance(loaded, BlockWeight) == (dim == 0 or blocks == 2)
+    dense = loaded if isinstance(loaded, Tensor) else loaded.dense()
+    assert torch.equal(dense, weight.dense().chunk(2, dim)[1])
+    assert dense.shape == own.shape
 
 
 def test_attention_sums_over_the_ranks_once() -> None:

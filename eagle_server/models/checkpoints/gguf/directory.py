@@ -18,7 +18,7 @@ from typing import Any
 
 from gguf import GGUFReader
 
-from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places, read_index
+from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.build import CACHE, check_owner, directories
 
@@ -30,7 +30,6 @@ _ARCHITECTURES = {  # of llama.cpp: model_type and class
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-_NEAR_EXACT = ("F32", "F16", "BF16", "Q4_0")  # what is computed as it is, but for the rounding of F16 to bfloat16
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _SCALINGS = ("linear", "yarn")
 _GPT2 = ("gpt-2", "gpt2")  # names of its way to split texts
@@ -59,7 +58,6 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(base)
             if (directory / INDEX).is_file():
-                _warn(file, directory)
                 return directory
             unfinished = Path(tempfile.mkdtemp(dir=base, prefix=".unfinished-"))
         except OSError:
@@ -72,20 +70,8 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
                 unfinished.rename(directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        _warn(file, directory)
         return directory
     raise CheckpointError(f"{file}: neither {CACHE.parent} nor the directory for temporary files can be written")
-
-
-def _warn(file: Path, directory: Path) -> None:
-    """Name the types that no kernel computes as they are."""
-    others = sorted({place.type for place in read_index(directory)[1].values()} - {*_NEAR_EXACT})
-    if others:
-        logger.warning(
-            "%s: weights in %s are multiplied out to 16 bits, as no kernel computes them as they are; --quantization "
-            "int8 or int4 rounds them again, to less memory",
-            *(file, ", ".join(others)),
-        )
 
 
 def _write(file: Path, directory: Path, *, tokenizer: bool) -> None:

@@ -2,9 +2,9 @@
 
 Each is listed as its type, shape and place in the file, and read from there:
 
-    F32, F16, BF16     as they are
-    Q4_0               32 inputs: a float16 scale, 16 bytes of two codes, 16 inputs apart; weight (code - 8) * scale
-    all other types    multiplied out by the package gguf
+    F32, F16, BF16       as they are
+    Q8_0, Q4_K and so on blocks of integers, see `ops.linear.blocks`
+    all other types      multiplied out by the package gguf
 
 Llama's q_proj and k_proj are stored with the pairs of RoPE side by side, as llama.cpp rotates them: rows are put back.
 
@@ -14,6 +14,7 @@ Source: the format's specification (docs/gguf.md of ggml) and the package gguf.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.config import CheckpointError
-from eagle_server.ops.linear.quantize import QuantizedWeight
+from eagle_server.ops.linear.blocks import FORMATS, BlockRows, BlockWeight
+
+logger = logging.getLogger(__name__)
 
 INDEX = "gguf.json"  # of a directory that stands for a GGUF file, see `directory`
-_GROUP = 32  # inputs of a block of Q4_0
-_Q4_ZERO = 8
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -46,7 +47,8 @@ _PARTS = {
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-INT4 = "Q4_0"  # what kernels compute as it is
+INT4 = "Q4_0"  # what other kernels compute too
+_FLOATS = ("F32", "F16", "BF16")  # computed as they are, but for the rounding of F16 to bfloat16
 UNUSED = ("rope_freqs.weight",)  # its numbers are in config.json
 
 
@@ -102,10 +104,38 @@ def _bytes(file: Path, place: Place) -> np.ndarray[Any, Any]:
     return np.fromfile(file, dtype=np.uint8, count=place.size, offset=place.offset)
 
 
+def say_types(directory: Path, *, native: bool) -> None:
+    """Say how matrices are computed, by type. native: by kernels for a CPU, which multiply blocks as they are."""
+    if not (directory / INDEX).is_file():
+        return
+    file, found = read_index(directory)
+    types = {place.type for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name}
+    as_they_are = types & ({*FORMATS} if native else {INT4})
+    others = sorted(types - as_they_are - {*_FLOATS})
+    if as_they_are:
+        logger.info(
+            "%s: weights in %s are computed as they are%s",
+            *(file, ", ".join(sorted(as_they_are)), ", on inputs rounded to 8 bits" if native else ""),
+        )
+    if others:
+        logger.warning(
+            "%s: weights in %s are multiplied out to 16 bits, as no kernel computes them as they are; --quantization "
+            "int8 or int4 rounds them again, to less memory",
+            *(file, ", ".join(others)),
+        )
+
+
+def has_blocks(place: Place) -> bool:
+    """Whether it is a matrix in blocks that native kernels multiply."""
+    return place.type in FORMATS and len(place.shape) == 2  # noqa: PLR2004
+
+
 def read(file: Path, place: Place) -> Tensor:
     """The tensor; of a type that is multiplied out in float32."""
+    if has_blocks(place):
+        return read_blocks(file, place).dense()
     raw = _bytes(file, place)
-    if place.type in ("F32", "F16", "BF16"):
+    if place.type in _FLOATS:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[place.type]
         tensor = torch.from_numpy(raw).view(dtype).view(place.shape)
     else:
@@ -116,17 +146,10 @@ def read(file: Path, place: Place) -> Tensor:
     return tensor if not place.pairs else tensor[_rows(place)]
 
 
-def read_int4(file: Path, place: Place) -> QuantizedWeight:
-    """Q4_0 as it is: groups of 32 inputs, all zeros 8."""
-    rows, inputs = place.shape
-    blocks = torch.from_numpy(_bytes(file, place)).view(rows, inputs // _GROUP, 2 + _GROUP // 2)
-    if place.pairs:
-        blocks = blocks[_rows(place)]
-    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].float()
-    pairs = blocks[..., 2:]
-    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).view(rows, inputs)
-    zeros = torch.full(scales.t().shape, _Q4_ZERO, dtype=torch.uint8)
-    return QuantizedWeight("int4", codes, scales.t().contiguous(), zeros, _GROUP)
+def read_blocks(file: Path, place: Place) -> BlockWeight:
+    """A matrix that `has_blocks`, as it is."""
+    blocks = torch.from_numpy(_bytes(file, place)).view(place.shape[0], -1)
+    return BlockWeight((BlockRows(place.type, blocks if not place.pairs else blocks[_rows(place)]),))
 
 
 def _rows(place: Place) -> Tensor:
