@@ -205,11 +205,11 @@ class AdaptiveBudget:
         self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
         self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
-        self._speeds: dict[tuple[int, ...], MeasuredSpeed] = {}  # by load, of plain decoding without the levels
+        self._speeds: dict[tuple[int, ...], tuple[MeasuredSpeed, MeasuredSpeed]] = {}  # by load without the levels
         # Of the newest cycle: size of the batch (requests beyond the largest; without sizes round(2 log2(requests))),
         # round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
-        self._measured = self._speed(0), self._speed(0)  # for its load, with drafts and plain
+        self._measured = self._speeds_of(0)  # for its load, with drafts and plain
         self._probes = False  # whether it lets a request draft of which nothing is expected
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
@@ -238,11 +238,8 @@ class AdaptiveBudget:
         beyond = requests if self.shapes else round(2 * math.log2(requests))
         batch = next((size for size in self.shapes if size >= requests), beyond)
         self._load = batch, sampled, reach
-        measured, plain = self._measured = self._speed(*self._load), self._speed(*self._load[:2])
+        measured, plain = self._measured = self._speeds_of(*self._load[:2])
         if not candidates:
-            return NOTHING
-        self._refuted = self._is_refuted(measured, plain)
-        if self._refuted:
             return NOTHING
         rows = self.prospects.rows([decodes[number] for number in candidates])
         choice = self._choices.get(self._load)
@@ -250,6 +247,9 @@ class AdaptiveBudget:
             kv = float(sum(decode.seq_len for decode in decodes))
             choice = self._choices[self._load] = self._best(rows, most_steps, requests, kv)
         self._choice = choice
+        self._refuted = bool(choice.steps) and self._is_refuted(measured, plain, choice.rate / choice.plain)
+        if self._refuted:
+            return NOTHING
         if choice.steps and measured.is_enough and not plain.is_plain_known and not lesson:
             return NOTHING  # the model may be wrong, so plain decoding is measured whatever it says
         least, best = math.exp(choice.least_logp), self.prospects.best
@@ -290,30 +290,34 @@ class AdaptiveBudget:
     def _compare(self, outcome: Outcome) -> None:
         """Measure the speed of this cycle without its prompts."""
         seconds = outcome.seconds - outcome.stages.get(PREFILL, 0.0) - self.costs.joining(outcome)
+        drafts, plain, choice = *self._measured, self._choice
         if not outcome.drafting:
-            stands_for = self.policy.observed_every if self._measured[1].is_plain_known and not outcome.is_lesson else 1
+            stands_for = self.policy.observed_every if plain.is_plain_known and not outcome.is_lesson else 1
             self._credit += self.policy.probe_share * seconds * stands_for
-            self._measured[1].add(outcome.tokens, seconds)
+            if choice.plain:
+                plain.add(outcome.tokens / choice.plain, seconds)
         elif not outcome.is_lesson:
-            self._measured[0].add(outcome.tokens, seconds)
-        elif self._probes and not self._choice.steps:  # what it took longer than a plain cycle
-            self._credit -= max(0.0, seconds - len(outcome.decodes) / self._choice.plain)
+            if choice.steps:
+                drafts.add(outcome.tokens / choice.rate, seconds)
+        elif self._probes and not choice.steps:  # what it took longer than a plain cycle
+            self._credit -= max(0.0, seconds - len(outcome.decodes) / choice.plain)
 
-    def _is_refuted(self, drafting: MeasuredSpeed, plain: MeasuredSpeed) -> bool:
+    def _is_refuted(self, drafting: MeasuredSpeed, plain: MeasuredSpeed, gain: float) -> bool:
         """Whether drafting was measured to be slower, again and again: other processes may have slowed down one."""
-        if drafting.loses(plain) and drafting.losses < self.policy.losses:
+        if drafting.loses(plain, gain) and drafting.losses < self.policy.losses:
             drafting.losses += 1
             if drafting.losses < self.policy.losses:
                 drafting.restart()
                 plain.restart()
-        return drafting.losses == self.policy.losses and drafting.loses(plain)
+        return drafting.losses == self.policy.losses and drafting.loses(plain, gain)
 
-    def _speed(self, *load: int) -> MeasuredSpeed:
-        """What was measured for such a load."""
-        speed = self._speeds.get(load)
-        if speed is None or self.lessons.cycle >= speed.until:
-            speed = self._speeds[load] = MeasuredSpeed(self.policy, self.lessons.cycle + self.policy.period)
-        return speed
+    def _speeds_of(self, *load: int) -> tuple[MeasuredSpeed, MeasuredSpeed]:
+        """What was measured for such a load, with drafts and plain."""
+        speeds = self._speeds.get(load)
+        if speeds is None or self.lessons.cycle >= speeds[0].until:
+            until = self.lessons.cycle + self.policy.period
+            speeds = self._speeds[load] = MeasuredSpeed(self.policy, until), MeasuredSpeed(self.policy, until)
+        return speeds
 
     def forget(self, req_pool_index: int) -> None:
         self.prospects.forget(req_pool_index)
