@@ -12,8 +12,8 @@ from eagle_server.attention.batches import (
     cache_locations,
     extend_batch,
     extend_layout,
-    static_level_batch,
-    static_level_layout,
+    window_batch,
+    window_layout,
 )
 from eagle_server.attention.interface import (
     AttentionBackend,
@@ -56,7 +56,7 @@ class _Planned:
         bs, depths = len(requests.seq_lens), torch.arange(rows, device=device)
         every = torch.ones(bs, rows, rows, dtype=torch.bool, device=device)
         mask = TreeMask(every, depths.expand(bs, -1), depths.expand(bs, -1))
-        return self.plan.bind(static_level_batch(mask, 0, requests, self.layout))
+        return self.plan.bind(window_batch(mask, 0, requests, self.layout))
 
 
 def block_drafter(head: BlockHead, setup: DrafterSetup) -> ModelDrafter[ContextWritten]:
@@ -123,7 +123,7 @@ class BlockRows(RowTrees):
         rows, lens = batch.steps + self.head.first_draft, batch.seq_lens_host
         planned = []
         for causal in sorted(set(self.head.block.causal)):
-            layout = extend_layout(lens, (0,) * len(lens), rows) if causal else static_level_layout(lens, rows, rows)
+            layout = extend_layout(lens, (0,) * len(lens), rows) if causal else window_layout(lens, rows, rows)
             planned.append((causal, _Planned(self.attention.plan(layout), layout)))
         keys = tuple(each.plan.graph_key for _, each in planned)
         key: GraphKey = ("propose", keys, batch.steps, batch.nodes)

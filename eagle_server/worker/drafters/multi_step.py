@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from eagle_server.attention.batches import draft_decode_layout, draft_layout, draft_step_batch
+from eagle_server.attention.batches import draft_decode_layout, draft_step_batch, window_layout
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, AttentionPlan, Layout, PagedRequests
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.ops.kv.indices import draft_slots
@@ -43,7 +43,7 @@ class MultiStep:
         if self.per_node:
             layouts = [draft_decode_layout(lens, step, topk) for step in steps]
         else:  # one for all steps
-            layouts = [draft_layout(lens, self.steps - 1, topk)][: len(steps)]
+            layouts = [window_layout(lens, topk, (self.steps - 1) * topk)][: len(steps)]
         plans = [self.attention.plan(layout) for layout in layouts]
         keys = tuple(plan.graph_key for plan in plans)
         if not self.per_node:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import static_level_batch, static_level_layout
+from eagle_server.attention.batches import window_batch, window_layout
 from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests, TreeMask
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.ops.kv.indices import window_slots
@@ -40,8 +40,7 @@ class StaticLevels:
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """One forward for each level that has children. Draft-extend has already found the first level."""
         layouts = [
-            static_level_layout(batch.seq_lens_host, rows, self.tree.window)
-            for rows in self.tree.rows[: batch.steps - 1]
+            window_layout(batch.seq_lens_host, rows, self.tree.window) for rows in self.tree.rows[: batch.steps - 1]
         ]
         distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
         keys = tuple(plan.graph_key for plan in distinct.values())
@@ -74,7 +73,7 @@ class StaticLevels:
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             ranking = ranking.advance(fed, level.parents.expand(bs, -1))
             mask, layout = self._mask(level, step, bs), layouts[step]
-            attention = static_level_batch(mask, level.start, requests, layout)
+            attention = window_batch(mask, level.start, requests, layout)
             out = self.head.step(
                 step + 1,
                 fed.view(-1),
