@@ -11,7 +11,7 @@ from typing import Literal
 
 NONE, NGRAM = "NONE", "NGRAM"
 _FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
-_EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_eagle:StaticEagleDrafter"
+_EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:eagle_drafter", f"{_DRAFTERS}.eagle:static_eagle_drafter"
 
 _OTHER_TARGET = "a draft for another target or another chat template"
 _OVERRIDE = ". The log's first lines say how it is read, and --speculative-draft-config-override changes it"
@@ -47,10 +47,10 @@ class Algorithm:
     name: str  # the value of --speculative-algorithm, and of the head's class attribute `algorithm`
     holds: str  # what its files hold, for messages
     files: str  # the module that reads them, see `DraftFormat`
-    drafter: str  # the class that drafts, made from the model and a `DrafterSetup`
+    drafter: str  # makes its `Drafter` from the model and a `DrafterSetup`
     silent_causes: str  # why almost nothing of it may be accepted without an error, for a warning
     static_tree: StaticTreeOption | None = None  # None: its trees always grow
-    static_drafter: str | None = None  # the class that drafts static trees, if it is another than `drafter`
+    static_drafter: str | None = None  # makes the drafter of static trees, if it is another
     speculators: tuple[str, ...] = ()  # values of `speculators_model_type` in files of the library speculators
     stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
     prefixes: tuple[str, ...] = ()  # begin the names of its tensors in the target's own files
@@ -83,7 +83,7 @@ _ROWS = (
         "MEDUSA",
         "Medusa heads",
         files=f"{_FILES}.medusa_files",
-        drafter=f"{_DRAFTERS}.medusa:MedusaDrafter",
+        drafter=f"{_DRAFTERS}.medusa:medusa_drafter",
         silent_causes=_OTHER_TARGET,
         static_tree=_MEDUSA_CHOICES,
         stored="both",
@@ -94,7 +94,7 @@ _ROWS = (
         "REDRAFTER",
         "a ReDrafter head",
         files=f"{_FILES}.redrafter_files",
-        drafter=f"{_DRAFTERS}.redrafter:RedrafterDrafter",
+        drafter=f"{_DRAFTERS}.redrafter:redrafter_drafter",
         silent_causes=_OTHER_TARGET,
         demo="redrafter",
     ),
@@ -113,14 +113,14 @@ _ROWS = (
         "FROZEN_KV_MTP",
         "a Gemma 4 assistant",
         files=f"{_FILES}.gemma4_assistant_files",
-        drafter=f"{_DRAFTERS}.frozen_kv:FrozenKVDrafter",
+        drafter=f"{_DRAFTERS}.frozen_kv:frozen_kv_drafter",
         silent_causes=f"another RoPE, or {_OTHER_TARGET}",
     ),
     Algorithm(
         "DFLASH",
         "a block drafter",
         files=f"{_FILES}.block_files",
-        drafter=f"{_DRAFTERS}.block:BlockDrafter",
+        drafter=f"{_DRAFTERS}.block:block_drafter",
         silent_causes="another layout (sample_from_anchor), other aux layers (target_layer_ids), another window or "
         f"causality (sliding_window, is_causal), another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         speculators=("dflash", "dflash2", "dspark"),
@@ -130,7 +130,7 @@ _ROWS = (
         "PEAGLE",
         "a P-EAGLE head",
         files=f"{_FILES}.peagle_files",
-        drafter=f"{_DRAFTERS}.peagle:PEagleDrafter",
+        drafter=f"{_DRAFTERS}.peagle:peagle_drafter",
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
         f"another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         speculators=("peagle",),
@@ -159,7 +159,7 @@ _ROWS = (
         "STANDALONE",
         "a language model",
         files=f"{_FILES}.standalone_files",
-        drafter=f"{_DRAFTERS}.standalone:StandaloneDrafter",
+        drafter=f"{_DRAFTERS}.standalone:standalone_drafter",
         silent_causes="a model with other token ids, or trained on texts in another chat template",
         is_model=True,
     ),

@@ -367,7 +367,7 @@ def test_a_head_that_is_named_elsewhere_is_found():
         "import eagle_server.worker.drafters.medusa",
         "def f(draft): return isinstance(draft, drafts.MedusaHeads)",
         "def f(row): return row.name == 'MEDUSA'",
-        "drafter = 'eagle_server.worker.drafters.medusa:MedusaDrafter'",
+        "drafter = 'eagle_server.worker.drafters.medusa:medusa_drafter'",
         "def f(name): raise ValueError(f'{name} is not for MEDUSA')",
     ):
         assert set(named_heads(ast.parse(planted))) == {"MEDUSA"}, planted

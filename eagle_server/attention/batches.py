@@ -5,6 +5,7 @@
     draft-extend    extend_width          prefix and accepted tokens        causal
     draft step      topk                  prefix and the draft's window     each node's ancestor_mask
     static level    nodes with children   prefix and the draft's window     each node's ancestors
+    block           its rows              prefix and the rows               none, or causal
     verify          nodes, or            prefix and the tree's window      the tree's mask; causal for a chain
                     the tree's own nodes
     mixed           verify's, then prompt chunks': each reads and sees what it does apart
@@ -103,13 +104,13 @@ def extend_batch(requests: PagedRequests, first: Tensor, layout: Layout) -> Atte
     return prefill_batch(requests.req_pool_indices, kv_lens, requests.req_to_token, Causal(), layout)
 
 
-def draft_layout(seq_lens: Sequence[int], forwards: int, topk: int) -> Layout:
-    """One layout for all draft steps of requests with these lengths, so one plan serves all `forwards` steps.
+def window_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
+    """Rows over a prefix and `window` slots behind it, under a mask: draft steps, levels of static trees, blocks.
 
-    Each step reads the whole window. The columns of later steps are masked, but must hold finite numbers.
+    Each forward reads the whole window. The slots of later forwards are masked, but must hold finite numbers. So draft
+    steps of equally many rows have one layout, and one plan serves them all.
     """
-    window = forwards * topk
-    return Layout((topk,) * len(seq_lens), tuple(length + window for length in seq_lens), mask_width=window)
+    return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), mask_width=window)
 
 
 def draft_decode_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout:
@@ -140,13 +141,8 @@ def draft_step_batch(
     )
 
 
-def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
-    """A level of a static tree that feeds `rows` nodes. The window has one slot per fed node of the whole tree."""
-    return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), mask_width=window)
-
-
-def static_level_batch(mask: TreeMask, start: int, requests: PagedRequests, layout: Layout) -> AttentionBatch:
-    """A level of a static tree. Its fed nodes write the window slots from `start` on."""
+def window_batch(mask: TreeMask, start: int, requests: PagedRequests, layout: Layout) -> AttentionBatch:
+    """The rows of a `window_layout`. They write the window's slots from `start` on."""
     assert layout.mask_width is not None
     indices, lens, req_to_token = requests.req_pool_indices, requests.seq_lens, requests.req_to_token
     out_cache_loc = cache_locations(indices, lens + start, layout.q_lens[0], req_to_token)

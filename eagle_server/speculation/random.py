@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import struct
 
-from eagle_server.ops.sampling.gumbel import FIRST, GAMMA, SECOND, signed
+from eagle_server.ops.sampling.gumbel import FIRST, GAMMA, SECOND
 
-_MASK = (1 << 64) - 1
+_MASK, _SIGN = (1 << 64) - 1, 1 << 63
 _FLOAT32 = struct.Struct("f")
 TARGET_STREAM = 0  # the target's draws; drafters that sample use other streams
 
 
 def request_key(seed: int, choice: int, stream: int = TARGET_STREAM) -> int:
     """The 64-bit key of one request's stream, as a signed integer."""
-    return signed(_mix_host(_mix_host(seed & _MASK) ^ ((choice << 8) | stream)))
+    key = _mix_host(_mix_host(seed & _MASK) ^ ((choice << 8) | stream))
+    return (key ^ _SIGN) - _SIGN  # as a signed integer
 
 
 class TokenNoise:

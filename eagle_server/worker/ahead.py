@@ -12,9 +12,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from torch import Tensor
 
 from eagle_server.ops.device import upload
-from eagle_server.worker.clock import StageClock
-
-UNUSED = "unused"  # the stage of a forward that was computed for nothing
+from eagle_server.worker.clock import UNUSED, StageClock
 
 
 class ByRequest(Protocol):

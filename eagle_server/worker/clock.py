@@ -21,6 +21,7 @@ from eagle_server.plan import TRACED_STAGE
 
 PREFILL = "prefill"  # the stage of prompts; the budget subtracts it from each cycle
 READ = "read"  # the drafter reads prompts and backlogs of the requests that draft
+UNUSED = "unused"  # a forward that ran ahead and that nobody took; no cycle needs it
 
 
 class StageClock:

@@ -11,7 +11,7 @@ from eagle_server.config import parse_args
 from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
-from eagle_server.worker.drafters.redrafter import RedrafterDrafter
+from eagle_server.worker.drafters.redrafter import Beams
 from tests.lossless.pairs import Pair, Pairs, redrafter
 from tests.lossless.scenes import REQUESTS, check
 from tests.support.engines import FIXED_TREES, request, run, speculative
@@ -25,13 +25,13 @@ def pair(pairs: Pairs) -> Pair:
 def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The context is the target's hidden state at the position before verified_id, whatever was accepted."""
     seen: list[tuple[int, int, Tensor]] = []
-    propose = RedrafterDrafter.propose
+    propose = Beams.propose
 
-    def recorded(self: RedrafterDrafter, draft: Tensor, batch: DecodeBatch) -> Tree:
+    def recorded(self: Beams, draft: Tensor, batch: DecodeBatch) -> Tree:
         seen.append((batch.seq_lens_host[0], int(batch.verified_id[0]), draft[0].clone()))
         return propose(self, draft, batch)
 
-    monkeypatch.setattr(RedrafterDrafter, "propose", recorded)
+    monkeypatch.setattr(Beams, "propose", recorded)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     target = pair.target
     engine = speculative(target, pair.head, 3, 4, chunked_prefill_size=5)

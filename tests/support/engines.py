@@ -143,7 +143,8 @@ def speculative(
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
     """The KV pools of target and draft."""
     drafter = engine.worker.drafter
-    attention = getattr(getattr(drafter, "model", drafter), "attention", None)  # a mixture's `model` has the attention
+    reader = getattr(getattr(drafter, "model", drafter), "reader", None)  # a mixture's `model` has it
+    attention = getattr(getattr(reader, "pairs", reader), "attention", None)
     return engine.worker.verifier.pool, None if attention is None else attention.pool
 
 

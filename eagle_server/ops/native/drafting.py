@@ -1,6 +1,7 @@
 """EAGLE's draft-extend and all its draft steps by the native kernels, one call each.
 
-`worker.drafters.eagle` is the reference, and computes what these calls do not: grammars and sampling parameters.
+`worker.drafters.pairs` and `multi_step` are the reference, and compute what these calls do not: grammars and sampling
+parameters.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_server.worker.budget.outcome import Outcome
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
-from eagle_server.worker.clock import PREFILL, READ
+from eagle_server.worker.clock import PREFILL, READ, UNUSED
 
 Floats = NDArray[np.float64]
 
@@ -56,9 +56,8 @@ class StageTimes:
         """From the seconds of a cycle's stages. `forwards`: of the drafter's propose."""
         propose, verify = stages.get("propose", 0.0), stages.get("verify", 0.0)
         extend = sum(stages.get(stage, 0.0) for stage in _OF_DRAFTING) if "propose" in stages else 0.0
-        other = (
-            sum(stages.values()) - verify - extend - propose - sum(stages.get(each, 0.0) for each in (PREFILL, READ))
-        )
+        apart = sum(stages.get(stage, 0.0) for stage in (PREFILL, READ, UNUSED))
+        other = sum(stages.values()) - verify - extend - propose - apart
         if forwards:
             return cls(verify, other, extend, propose / float(draft_steps(forwards)))
         return cls(verify, other, extend + propose)

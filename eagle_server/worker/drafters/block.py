@@ -12,18 +12,25 @@ from eagle_server.attention.batches import (
     cache_locations,
     extend_batch,
     extend_layout,
-    static_level_batch,
-    static_level_layout,
+    window_batch,
+    window_layout,
 )
-from eagle_server.attention.interface import AttentionPlan, BoundAttention, Layout, PagedRequests, TreeMask
+from eagle_server.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    BoundAttention,
+    Layout,
+    PagedRequests,
+    TreeMask,
+)
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
 from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.batch.draft_ranking import DraftRanking
-from eagle_server.worker.drafters.interface import DrafterSetup
-from eagle_server.worker.drafters.rows import RowDrafter
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.rows import RowTrees
 from eagle_server.worker.graphs import GraphKey
 
 
@@ -49,18 +56,28 @@ class _Planned:
         bs, depths = len(requests.seq_lens), torch.arange(rows, device=device)
         every = torch.ones(bs, rows, rows, dtype=torch.bool, device=device)
         mask = TreeMask(every, depths.expand(bs, -1), depths.expand(bs, -1))
-        return self.plan.bind(static_level_batch(mask, 0, requests, self.layout))
+        return self.plan.bind(window_batch(mask, 0, requests, self.layout))
 
 
-class BlockDrafter(RowDrafter):
-    """Drafts with a `BlockHead`. Its rows' own KV is scratch behind the context: draft-extend overwrites it."""
+def block_drafter(head: BlockHead, setup: DrafterSetup) -> ModelDrafter[ContextWritten]:
+    """A reader of the context, and a proposer of the rows behind it."""
+    rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, *_ in setup.tree.shapes(1)}
+    attention = setup.attention(rows)
+    return ModelDrafter(ContextReader(head, attention, setup), BlockRows(head, attention, setup))
 
-    head: BlockHead
 
-    def __init__(self, head: BlockHead, setup: DrafterSetup) -> None:
-        rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, *_ in setup.tree.shapes(1)}
-        edge, candidates = (None, 0) if head.edges is None else (head.edge, head.edges.candidates)
-        super().__init__(head, setup, rows, edge, candidates)
+class ContextReader:
+    """Writes the context's KV from the target's features alone."""
+
+    uses_features = extends_ahead = True
+    reads_late = False
+
+    def __init__(self, head: BlockHead, attention: AttentionBackend, setup: DrafterSetup) -> None:
+        self.head, self.attention = head, attention
+        self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
+
+    def forget(self, req_pool_index: int) -> None:
+        """The next request overwrites the KV."""
 
     def prefill(self, prompts: Prompts) -> None:
         """The context's KV of prompt rows. A row needs its feature alone, not the token after it."""
@@ -86,6 +103,17 @@ class BlockDrafter(RowDrafter):
         self.head.write_context(features, positions, slots, self.attention.pool)
         return ContextWritten()
 
+
+class BlockRows(RowTrees):
+    """One forward of a block's rows. Their own KV is scratch behind the context: draft-extend overwrites it."""
+
+    head: BlockHead
+
+    def __init__(self, head: BlockHead, attention: AttentionBackend, setup: DrafterSetup) -> None:
+        edge, candidates = (None, 0) if head.edges is None else (head.edge, head.edges.candidates)
+        super().__init__(head, setup, edge, candidates)
+        self.attention = attention
+
     def forwards(self, shape: TreeShape) -> tuple[int, int]:
         """One, of the rows that the levels need."""
         return 1, shape.steps + self.head.first_draft
@@ -95,7 +123,7 @@ class BlockDrafter(RowDrafter):
         rows, lens = batch.steps + self.head.first_draft, batch.seq_lens_host
         planned = []
         for causal in sorted(set(self.head.block.causal)):
-            layout = extend_layout(lens, (0,) * len(lens), rows) if causal else static_level_layout(lens, rows, rows)
+            layout = extend_layout(lens, (0,) * len(lens), rows) if causal else window_layout(lens, rows, rows)
             planned.append((causal, _Planned(self.attention.plan(layout), layout)))
         keys = tuple(each.plan.graph_key for _, each in planned)
         key: GraphKey = ("propose", keys, batch.steps, batch.nodes)

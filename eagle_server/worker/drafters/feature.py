@@ -1,4 +1,4 @@
-"""Base of drafters that read only the target's newest feature. They keep no KV and no state of a text."""
+"""Reads only the target's newest feature: no KV, and no state of a text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.graphs import GraphKey
 
 
-class FeatureDrafter:
-    """All of a `Drafter` but `propose`."""
+class NewestFeature:
+    """The newest feature depends on the whole text, so prompts need no work."""
 
-    uses_features, extends_ahead, proposes_ahead, reads_late = True, False, False, False
-    widest = 1
-
-    def __init__(self, setup: DrafterSetup) -> None:
-        self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
+    uses_features, extends_ahead, reads_late = True, False, False
 
     def forget(self, req_pool_index: int) -> None:
         """There is no state per request."""
@@ -31,6 +27,15 @@ class FeatureDrafter:
         tokens, features = batch.accepted_tokens.take(batch.req_pool_indices, batch.extend_width)
         first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
         return features.index_select(0, first + batch.extend_lens - 1)
+
+
+class FeatureProposer:
+    """All of a proposer over the newest feature but `propose`."""
+
+    proposes_ahead, widest = False, 1
+
+    def __init__(self, setup: DrafterSetup) -> None:
+        self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
 
     def forwards(self, shape: TreeShape) -> tuple[int, int]:
         """None depends on the shape."""

@@ -19,11 +19,15 @@ from eagle_server.plan import TreeShape
 from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
-from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.drafters.feature import FeatureProposer, NewestFeature
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
 
 
-class FrozenKVDrafter(FeatureDrafter):
+def frozen_kv_drafter(head: Gemma4Assistant, setup: DrafterSetup) -> ModelDrafter[Tensor]:
+    return ModelDrafter(NewestFeature(), FrozenKVSteps(head, setup))
+
+
+class FrozenKVSteps(FeatureProposer):
     """Multi-step top-k drafting without KV of its own."""
 
     def __init__(self, head: Gemma4Assistant, setup: DrafterSetup) -> None:

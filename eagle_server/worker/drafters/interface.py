@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBackend
 from eagle_server.plan import TreeShape
@@ -16,6 +17,8 @@ from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.graphs import Graphs
 
 State = TypeVar("State")
+Found = TypeVar("Found", covariant=True)
+Given = TypeVar("Given", contravariant=True)
 
 
 def _no_kv(graph_rows: Collection[int]) -> AttentionBackend:
@@ -40,15 +43,14 @@ class DrafterSetup:
     requests: int = 1
 
 
-class Drafter(Protocol[State]):
-    """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
+class Reader(Protocol[Found]):
+    """Keeps what a drafter knows of each text up to date. The cycle does not look into what `extend` found."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
     reads_late: bool  # `prefill` may get the pairs of a prompt as late as when its request first drafts, without chunks
-    steps: int  # levels of its deepest tree
-    widest: int  # the largest topk that a budget may choose; 1: it has no choice
-    extends_ahead: bool  # `extend` reads device tensors and host lengths alone, and its State has `rows_of(requests)`
-    proposes_ahead: bool  # so does a captured `propose`, and the host's lengths may be out of date
+    extends_ahead: (
+        bool  # `extend` reads device tensors and host lengths alone, and what it finds has `rows_of(requests)`
+    )
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
@@ -58,11 +60,19 @@ class Drafter(Protocol[State]):
         """Feed pieces of prompts."""
         ...
 
-    def extend(self, batch: DecodeBatch) -> State:
+    def extend(self, batch: DecodeBatch) -> Found:
         """Feed the newly accepted tokens, `batch.accepted_tokens`; returns the state to propose from."""
         ...
 
-    def propose(self, draft: State, batch: DecodeBatch) -> Tree:
+
+class Proposer(Protocol[Given]):
+    """Proposes trees from what a reader found."""
+
+    steps: int  # levels of its deepest tree
+    widest: int  # the largest topk that a budget may choose; 1: it has no choice
+    proposes_ahead: bool  # a captured `propose` too, and the host's lengths may be out of date
+
+    def propose(self, draft: Given, batch: DecodeBatch) -> Tree:
         """The tree of each decoding request under verified_id, ranked by `batch.ranking`, with scores.
 
         A model drafts `batch.steps` levels, and feeds `batch.topk` nodes of each (0: `widest`). A tree has at most
@@ -76,3 +86,41 @@ class Drafter(Protocol[State]):
         0 forwards: its time does not depend on the shape.
         """
         ...
+
+
+class Drafter(Reader[State], Proposer[State], Protocol[State]):
+    """Both. The state passes from `extend` to `propose`."""
+
+
+class ModelDrafter(Generic[State]):
+    """A reader and a proposer of its own."""
+
+    def __init__(self, reader: Reader[State], proposer: Proposer[State]) -> None:
+        self.reader, self.proposer = reader, proposer
+        self.uses_features, self.reads_late = reader.uses_features, reader.reads_late
+        self.extends_ahead, self.proposes_ahead = reader.extends_ahead, proposer.proposes_ahead
+        self.steps, self.widest = proposer.steps, proposer.widest
+        self.forget, self.prefill, self.extend = reader.forget, reader.prefill, reader.extend
+        self.propose, self.forwards = proposer.propose, proposer.forwards
+
+
+class ScoringHead(Protocol):
+    """A head's scores over its draft vocabulary."""
+
+    @property
+    def draft_vocab_size(self) -> int: ...
+
+    def logits(self, normed: Tensor, /) -> Tensor:
+        """[rows, H] -> [rows, draft vocabulary]."""
+        ...
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids -> target ids, int64."""
+        ...
+
+
+def vocabulary_of(head: ScoringHead, device: torch.device) -> Tensor | None:
+    """Target ids of the draft vocabulary, int64 [draft vocabulary]; None: they are the same."""
+    draft_ids = torch.arange(head.draft_vocab_size, device=device)
+    ids = head.target_ids(draft_ids)
+    return None if ids.equal(draft_ids) else ids

@@ -19,11 +19,15 @@ from eagle_server.speculation.static_tree import (
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
-from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.drafters.feature import FeatureProposer, NewestFeature
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
 
 
-class MedusaDrafter(FeatureDrafter):
+def medusa_drafter(heads: MedusaHeads, setup: DrafterSetup) -> ModelDrafter[Tensor]:
+    return ModelDrafter(NewestFeature(), MedusaTree(heads, setup))
+
+
+class MedusaTree(FeatureProposer):
     """Drafts the static tree of `choices` for every request: the node of choice (.., r) at depth d has rank r of head
     d - 1.
     """

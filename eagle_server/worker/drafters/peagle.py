@@ -11,12 +11,13 @@ from torch import Tensor
 from eagle_server.attention.batches import extend_batch, extend_layout
 from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests
 from eagle_server.models.drafts.peagle import PEagleHead
+from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
-from eagle_server.worker.drafters.interface import DrafterSetup
-from eagle_server.worker.drafters.rows import RowDrafter
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.rows import RowTrees
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,28 @@ class DraftRows:
         return DraftRows(self.y.index_select(0, requests))
 
 
-class PEagleDrafter(RowDrafter):
-    """Drafts with a `PEagleHead`. Its mask slots' KV is scratch behind the context: draft-extend overwrites it.
+def peagle_drafter(head: PEagleHead, setup: DrafterSetup) -> ModelDrafter[DraftRows]:
+    """A reader that computes the rows as well, and trees over them."""
+    return ModelDrafter(MaskSlots(head, setup), ReadRows(head, setup))
+
+
+class MaskSlots:
+    """Reads pairs, and computes mask slots behind them. These slots' KV is scratch: draft-extend overwrites it.
 
     With captured graphs draft-extend may run before the cycle's number of levels is known. It computes the rows of all
     levels then, and otherwise those of the cycle's.
     """
 
-    head: PEagleHead
+    uses_features = extends_ahead = True
+    reads_late = False
 
     def __init__(self, head: PEagleHead, setup: DrafterSetup) -> None:
         levels = setup.tree.model_steps - 1  # but the first, which the newest pair's row scores
-        super().__init__(head, setup, {width + levels for width in extend_widths(setup.tree.steps)})
+        self.head, self.steps, self.graphs = head, setup.tree.model_steps, setup.graphs
+        self.attention = setup.attention({width + levels for width in extend_widths(setup.tree.steps)})
+
+    def forget(self, req_pool_index: int) -> None:
+        """The next request overwrites the KV."""
 
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
@@ -74,8 +85,15 @@ class PEagleDrafter(RowDrafter):
         bound = plan.bind(extend_batch(requests, first, layout))
         return DraftRows(self.head.rows(tokens.view(-1, width), features, extend_lens, positions, bound))
 
+
+class ReadRows(RowTrees):
+    """Trees over rows that draft-extend has computed. No forward."""
+
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        return 0, 0
+
     def propose(self, draft: DraftRows, batch: DecodeBatch) -> Tree:
-        """A tree over the first rows. No forward."""
+        """A tree over the first rows."""
         size, steps, nodes = len(batch.seq_lens_host), batch.steps, batch.nodes
         captured = size in self.graph_sizes and not batch.ranking.has_grammars
         function = partial(self.tree_over, nodes)

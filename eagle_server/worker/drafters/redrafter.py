@@ -13,11 +13,15 @@ from eagle_server.speculation.prefix_tree import beam_tree
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY, DraftRanking
-from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.drafters.feature import FeatureProposer, NewestFeature
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
 
 
-class RedrafterDrafter(FeatureDrafter):
+def redrafter_drafter(head: RedrafterHead, setup: DrafterSetup) -> ModelDrafter[Tensor]:
+    return ModelDrafter(NewestFeature(), Beams(head, setup))
+
+
+class Beams(FeatureProposer):
     """Packs `topk` beams of `steps` tokens to a prefix tree, and keeps its best `nodes` - 1 drafted nodes.
 
     Raises:

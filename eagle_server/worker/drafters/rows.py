@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from eagle_server.ops.tree.candidates import CandidatePool, Children
-from eagle_server.plan import TreeShape
 from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
-from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.drafters.interface import DrafterSetup, ScoringHead, vocabulary_of
 
 # (y [bs, H] of a row, parents [bs, nodes], candidates [bs, 1 or nodes, C] or None: all that the head drafts, state [bs,
 # nodes, r] or None at the roots) -> what each parent adds to the scores, [bs, nodes, C], and the state below it.
@@ -21,55 +19,22 @@ from eagle_server.worker.drafters.interface import DrafterSetup
 EdgeScores = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-class RowHead(Protocol):
-    """A head whose rows y score one level each."""
-
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-    def logits(self, y: Tensor, /) -> Tensor:
-        """[rows, H] -> [rows, draft vocabulary]."""
-        ...
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids -> target ids, int64."""
-        ...
-
-
-class RowDrafter:
+class RowTrees:
     """Proposes the best paths over the rows of a head: topk nodes of each level have children."""
 
-    uses_features = extends_ahead = True
-    proposes_ahead = reads_late = False
+    proposes_ahead = False
     widest = 1
 
     def __init__(
-        self,
-        head: RowHead,
-        setup: DrafterSetup,
-        graph_rows: Collection[int],
-        edge: EdgeScores | None = None,
-        candidates: int = 0,
+        self, head: ScoringHead, setup: DrafterSetup, edge: EdgeScores | None = None, candidates: int = 0
     ) -> None:
-        """`graph_rows`: rows per request of its forwards. `edge`: None: a row scores alike below all parents.
-
-        `candidates`: how many of a row's best tokens get edges; 0: all.
+        """`edge`: None: a row scores alike below all parents. `candidates`: how many of a row's best tokens get edges;
+        0: all.
         """
-        tree = setup.tree
         self.head, self.edge, self.candidates = head, edge, candidates
-        self.attention = setup.attention(graph_rows)
-        self.steps, self.topk = tree.model_steps, tree.topk
+        self.steps, self.topk = setup.tree.model_steps, setup.tree.topk
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
-        draft_ids = torch.arange(head.draft_vocab_size, device=setup.device)
-        ids = head.target_ids(draft_ids)
-        self.vocabulary = None if ids.equal(draft_ids) else ids  # int64 [draft vocabulary], target ids
-
-    def forget(self, req_pool_index: int) -> None:
-        """The only state is KV, which the next request overwrites."""
-
-    def forwards(self, shape: TreeShape) -> tuple[int, int]:
-        """None: draft-extend has computed the rows."""
-        return 0, 0
+        self.vocabulary = vocabulary_of(head, setup.device)
 
     def tree_over(self, nodes: int, y: Tensor, roots: Tensor, seq_lens: Tensor, ranking: DraftRanking) -> Tree:
         """The trees under the roots, int64 [bs]. y [bs, levels, H]: row j scores the tokens of level j + 1."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from eagle_server.attention.batches import (
     cache_locations,
     draft_decode_layout,
-    draft_layout,
     draft_step_batch,
     prefill_batch,
     verify_batch,
     verify_layout,
+    window_layout,
 )
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, PagedRequests
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput, EagleVerifyInput
@@ -248,7 +248,7 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         batch = draft_step_batch(ends, slots, paged.requests(lens), alone)
         masked = attend(paged, batch, queries, new, window)
         paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
-        together = draft_layout(tuple(prefixes), steps, topk)
+        together = window_layout(tuple(prefixes), topk, steps * topk)
         batch = draft_step_batch(draft, slots, paged.requests(lens), together)
         assert float((attend(paged, batch, queries, new, window) - masked).abs().max()) < TOLERANCE
         kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(

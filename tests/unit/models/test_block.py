@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -182,8 +182,8 @@ def test_chains_take_the_best_token_given_its_parent(
     head, spec = loaded(tmp_path, Format(config, next_token=True, edit=edit))
     spec = replace(spec, extra={"embed": target().embed, "prefix": prefix})
     engine = speculative(target(), head, 4, 1)
-    drafter: Any = engine.worker.drafter
-    grow, seen = drafter._grow, list[bool]()
+    proposer = cast(Any, engine.worker.drafter).proposer
+    grow, seen = proposer._grow, list[bool]()
 
     def compared(roots: Tensor, y: Tensor, scores: Tensor, ranking: Any) -> Any:
         levels, expanded = grow(roots, y, scores, ranking)
@@ -201,7 +201,7 @@ def test_chains_take_the_best_token_given_its_parent(
                 seen.append(best != int(base.argmax()))
         return levels, expanded
 
-    drafter._grow = compared
+    proposer._grow = compared
     run(engine, [request(0, [3, 4], max_tokens=12), request(1, [5, 9, 2], max_tokens=12)])
     assert any(seen)
     assert not all(seen)
@@ -215,8 +215,8 @@ def test_trees_score_a_child_given_its_whole_path(tmp_path: Path, kind: str) -> 
     head, spec = loaded(tmp_path, Format(config, next_token=True, edit=lambda tensors: tensors.update(edges)))
     spec = replace(spec, extra={"embed": target().embed, "prefix": 1})
     engine = speculative(target(), head, 4, 3)
-    drafter: Any = engine.worker.drafter
-    grow, seen = drafter._grow, set[bool]()
+    proposer = cast(Any, engine.worker.drafter).proposer
+    grow, seen = proposer._grow, set[bool]()
 
     def compared(roots: Tensor, y: Tensor, scores: Tensor, ranking: Any) -> Any:
         levels, expanded = grow(roots, y, scores, ranking)
@@ -232,7 +232,7 @@ def test_trees_score_a_child_given_its_whole_path(tmp_path: Path, kind: str) -> 
             paths = [[*paths[place // 3], int(tokens.flatten()[place])] for place in places]
         return levels, expanded
 
-    drafter._grow = compared
+    proposer._grow = compared
     run(engine, [request(0, [3, 4], max_tokens=12)])
     assert seen == {False, True}
 

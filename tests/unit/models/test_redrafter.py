@@ -21,7 +21,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.interface import DrafterSetup
-from eagle_server.worker.drafters.redrafter import RedrafterDrafter, beam_search
+from eagle_server.worker.drafters.redrafter import Beams, beam_search
 from eagle_tools.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
 from eagle_tools.training.ttt import teach
 from tests.support.redrafter import random_redrafter, reference_logits
@@ -216,9 +216,9 @@ def test_beam_search_is_the_textbooks(target: TargetModel, steps: int, width: in
 @torch.inference_mode()
 def test_the_drafter_proposes_the_best_nodes_of_its_beams(target: TargetModel, size: int) -> None:
     head = random_redrafter(target)
-    drafter = RedrafterDrafter(head, DrafterSetup(TreeConfig(3, 4, size), torch.device("cpu")))
+    beams_of = Beams(head, DrafterSetup(TreeConfig(3, 4, size), torch.device("cpu")))
     contexts, roots = torch.randn(2, H, generator=torch.Generator().manual_seed(7)), torch.tensor([9, 1])
-    tree = drafter._propose(3, size, contexts, roots, torch.tensor([3, 8]), BY_PROBABILITY)
+    tree = beams_of._propose(3, size, contexts, roots, torch.tensor([3, 8]), BY_PROBABILITY)
     assert tree.tokens[:, 0].equal(roots)
     beams, scores = beam_search(head, contexts, roots, 3, 4)
     for row in range(2):

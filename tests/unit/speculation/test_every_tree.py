@@ -23,7 +23,7 @@ from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.interface import DrafterSetup
-from eagle_server.worker.drafters.medusa import MedusaDrafter
+from eagle_server.worker.drafters.medusa import MedusaTree
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from tests.support import drafts
 from tests.support.reference import TOPK, generate_medusa_buffers
@@ -69,18 +69,18 @@ def choices(draw: st.DrawFn) -> Choices:
 
 
 def medusa(draw: st.DrawFn) -> Tree:
-    """A proposal of `MedusaDrafter`. The heads' best tokens differ by request and depth."""
+    """A proposal of `MedusaTree`. The heads' best tokens differ by request and depth."""
     tree, bs = choices(draw), draw(st.integers(1, 3))
 
     def heads(features: torch.Tensor, steps: int) -> torch.Tensor:
         return torch.rand(steps, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
-    drafter = MedusaDrafter(cast(Any, heads), DrafterSetup(TreeConfig(choices=tree), CPU))
-    return drafter.propose(torch.zeros(bs, 1), batch_of(bs, steps=99, nodes=999))
+    proposer = MedusaTree(cast(Any, heads), DrafterSetup(TreeConfig(choices=tree), CPU))
+    return proposer.propose(torch.zeros(bs, 1), batch_of(bs, steps=99, nodes=999))
 
 
 def static(draw: st.DrawFn) -> Tree:
-    """A proposal like that of `StaticEagleDrafter`. A node's token is its rank."""
+    """A proposal like that of `StaticLevels`. A node's token is its rank."""
     tree, bs = choices(draw), draw(st.integers(1, 3))
     parents = static_tree(tree, CPU).parents.expand(bs, -1)
     tokens = torch.tensor([node[-1] for node in sorted_choices(tree)]).expand(bs, -1)

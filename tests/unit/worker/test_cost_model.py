@@ -122,6 +122,15 @@ def cycle(stages: dict[str, float], drafts: bool, joined: int = 0, waited: float
     )
 
 
+def test_a_forward_that_nobody_took_costs_no_cycle_anything() -> None:
+    model = CostModel()
+    model.verify.fit({1: 2e-3, 8: 3e-3})
+    plain = {"verify": 2e-3, "accept": 2e-4, "emit": 1e-4, "unused": 5e-3}
+    for _ in range(50):
+        model.learn(cycle(plain, drafts=False))
+    assert model.between == pytest.approx(6e-4, rel=0.02)
+
+
 def test_what_drafts_cost_the_host_does_not_make_plain_cycles_dearer() -> None:
     """Acceptance of trees takes longer, and so does what comes after a cycle. It is no slower machine."""
     model = CostModel()

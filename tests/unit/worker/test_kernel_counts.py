@@ -19,8 +19,9 @@ from eagle_server.speculation.accept import Lossless
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.cycle import Cycle
-from eagle_server.worker.drafters import eagle
-from eagle_server.worker.drafters.eagle import EagleDrafter
+from eagle_server.worker.drafters import multi_step
+from eagle_server.worker.drafters.multi_step import MultiStep
+from eagle_server.worker.drafters.pairs import PairReader
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.worker import Worker
 from tests.support import kernel_counts
@@ -39,10 +40,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
     counter = LaunchCounter()
     module = take_gpu_branches(monkeypatch, counter)
     stages = {
-        "extend": (EagleDrafter, "extend"),
+        "extend": (PairReader, "extend"),
         "after": (DecodeBatch, "after"),
-        "propose": (EagleDrafter, "propose"),
-        "build_tree": (eagle, "organize_draft_results"),
+        "propose": (MultiStep, "propose"),
+        "build_tree": (multi_step, "organize_draft_results"),
         "estimates": (AcceptanceEstimates, "estimate"),
         "verify": (Verifier, "verify"),
         "layer": (DecoderLayer, "forward"),

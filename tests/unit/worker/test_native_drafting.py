@@ -19,7 +19,8 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.native.library import available
 from eagle_server.worker.budget.budget import FixedBudget
 from eagle_server.worker.cycle import Cycle
-from eagle_server.worker.drafters.eagle import EagleDrafter
+from eagle_server.worker.drafters.multi_step import NativeMultiStep
+from eagle_server.worker.drafters.pairs import NativePairReader
 from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
 
 pytestmark = pytest.mark.skipif(
@@ -96,11 +97,17 @@ def test_the_native_calls_draft_the_trees_of_the_loop(
     trees = []
     for native in (True, False):
         kind = {"algorithm": "STANDALONE"} if name.startswith("STANDALONE") else {}
-        engine = speculative(target, head_of(name, target), steps, topk, page_size=4, **kind)
-        drafter = engine.worker.drafter
-        assert isinstance(drafter, EagleDrafter) and drafter._native is not None
+        head: Any = head_of(name, target)
         if not native:
-            drafter._native = None
+            head.native_weights = lambda: None
+        engine = speculative(target, head, steps, topk, page_size=4, **kind)
+        drafter: Any = engine.worker.drafter
+        reader, proposer = getattr(drafter.reader, "pairs", drafter.reader), drafter.proposer
+        by_native = (
+            isinstance(reader, NativePairReader),
+            isinstance(getattr(proposer, "multi_step", proposer), NativeMultiStep),
+        )
+        assert by_native == (native, native)
         fixed = engine.worker.drafting.budget
         assert isinstance(fixed, FixedBudget)
         engine.worker.drafting.budget = replace(fixed, topk=width)  # nodes that each draft step feeds

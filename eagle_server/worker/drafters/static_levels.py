@@ -1,46 +1,46 @@
-"""EAGLE heads that draft the nodes of a static tree (vLLM's speculative_token_tree), level by level."""
+"""Proposes the nodes of a static tree (vLLM's speculative_token_tree), level by level."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import static_level_batch, static_level_layout
+from eagle_server.attention.batches import window_batch, window_layout
 from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests, TreeMask
 from eagle_server.attention.spec_info import EagleDraftInput
-from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.kv.indices import window_slots
-from eagle_server.speculation.static_tree import Level, static_tree
+from eagle_server.plan import TreeShape
+from eagle_server.speculation.static_tree import Level, StaticTree
 from eagle_server.speculation.tree import Tree, build_tree
-from eagle_server.speculation.tree_config import extend_widths
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
-from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.drafters.multi_step import clear_later
+from eagle_server.worker.drafters.pairs import PairReader
+from eagle_server.worker.graphs import Graphs
 
 
-class StaticEagleDrafter(EagleDrafter):
-    """Extends like `EagleDrafter`. Each level takes the children whose ranks the tree lists, whatever their scores."""
+class StaticLevels:
+    """Each level takes the children whose ranks the tree lists, whatever their scores."""
 
-    def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
-        self.tree = tree = static_tree(setup.tree.choices, setup.device)
-        super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
-        self.steps, self.widest = len(tree.levels), 1
-        self.proposes_ahead = False  # the window of a static tree would not fit behind the accepted tokens
+    widest = 1
+    proposes_ahead = False  # the window of a static tree would not fit behind the accepted tokens
 
-    def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
-        """Rows per request of draft-extend and of every level."""
-        return {*extend_widths(setup.tree.model_steps), *self.tree.rows}
+    def __init__(self, reader: PairReader, tree: StaticTree, graphs: Graphs) -> None:
+        self.reader, self.head, self.attention, self.graphs = reader, reader.head, reader.attention, graphs
+        self.tree, self.steps = tree, len(tree.levels)
+
+    def forwards(self, shape: TreeShape) -> tuple[int, int]:
+        """Draft-extend finds the first level."""
+        return max(0, shape.steps - 1), shape.topk or self.widest
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """One forward for each level that has children. Draft-extend has already found the first level."""
         layouts = [
-            static_level_layout(batch.seq_lens_host, rows, self.tree.window)
-            for rows in self.tree.rows[: batch.steps - 1]
+            window_layout(batch.seq_lens_host, rows, self.tree.window) for rows in self.tree.rows[: batch.steps - 1]
         ]
         distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
         keys = tuple(plan.graph_key for plan in distinct.values())
@@ -63,15 +63,17 @@ class StaticEagleDrafter(EagleDrafter):
         bs = len(seq_lens)
         if len(layouts) > 1:
             slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, self.tree.window)
-            self._clear(slots[:, self.tree.rows[0] :])
+            clear_later(self.attention, slots[:, self.tree.rows[0] :])
         first, *deeper = self.tree.levels
         tokens, scores = [draft.topk_index.index_select(1, first.picks)], [draft.topk_logp.index_select(1, first.picks)]
-        feedback = draft.hidden_states[:: self.topk].to(self.head.config.dtype)[:, None]  # [bs, 1, H], the root's
+        feedback = draft.hidden_states[:: self.reader.topk].to(self.head.config.dtype)[
+            :, None
+        ]  # [bs, 1, H], the root's
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper[: len(layouts)], strict=False)):
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             ranking = ranking.advance(fed, level.parents.expand(bs, -1))
             mask, layout = self._mask(level, step, bs), layouts[step]
-            attention = static_level_batch(mask, level.start, requests, layout)
+            attention = window_batch(mask, level.start, requests, layout)
             out = self.head.step(
                 step + 1,
                 fed.view(-1),
@@ -80,7 +82,7 @@ class StaticEagleDrafter(EagleDrafter):
                 plans[step].bind(attention),
                 is_last=step == len(layouts) - 1,
             )
-            logp, children = self._best(out.normed, ranking)
+            logp, children = self.reader.best(out.normed, ranking)
             paths = scores[-1].index_select(1, level.fed)[:, :, None] + logp.view(bs, count, -1)  # [bs, rows, topk]
             tokens.append(children.view(bs, -1).index_select(1, below.picks))
             scores.append(paths.flatten(1).index_select(1, below.picks))
