@@ -247,7 +247,8 @@ class AdaptiveBudget:
             kv = float(sum(decode.seq_len for decode in decodes))
             choice = self._choices[self._load] = self._best(rows, most_steps, requests, kv)
         self._choice = choice
-        self._refuted = bool(choice.steps) and self._is_refuted(measured, plain, choice.rate / choice.plain)
+        lost = choice.rate * measured.share < self.policy.least_measured * choice.plain * plain.share
+        self._refuted = bool(choice.steps) and lost
         if self._refuted:
             return NOTHING
         if choice.steps and measured.is_enough and not plain.is_plain_known and not lesson:
@@ -290,26 +291,17 @@ class AdaptiveBudget:
     def _compare(self, outcome: Outcome) -> None:
         """Measure the speed of this cycle without its prompts."""
         seconds = outcome.seconds - outcome.stages.get(PREFILL, 0.0) - self.costs.joining(outcome)
-        drafts, plain, choice = *self._measured, self._choice
+        (drafts, plain), choice, requests = self._measured, self._choice, len(outcome.decodes)
         if not outcome.drafting:
             stands_for = self.policy.observed_every if plain.is_plain_known and not outcome.is_lesson else 1
             self._credit += self.policy.probe_share * seconds * stands_for
             if choice.plain:
-                plain.add(outcome.tokens / choice.plain, seconds)
+                plain.add(requests, outcome.tokens / choice.plain, seconds)
         elif not outcome.is_lesson:
             if choice.steps:
-                drafts.add(outcome.tokens / choice.rate, seconds)
+                drafts.add(requests, outcome.tokens / choice.rate, seconds)
         elif self._probes and not choice.steps:  # what it took longer than a plain cycle
-            self._credit -= max(0.0, seconds - len(outcome.decodes) / choice.plain)
-
-    def _is_refuted(self, drafting: MeasuredSpeed, plain: MeasuredSpeed, gain: float) -> bool:
-        """Whether drafting was measured to be slower, again and again: other processes may have slowed down one."""
-        if drafting.loses(plain, gain) and drafting.losses < self.policy.losses:
-            drafting.losses += 1
-            if drafting.losses < self.policy.losses:
-                drafting.restart()
-                plain.restart()
-        return drafting.losses == self.policy.losses and drafting.loses(plain, gain)
+            self._credit -= max(0.0, seconds - requests / choice.plain)
 
     def _speeds_of(self, *load: int) -> tuple[MeasuredSpeed, MeasuredSpeed]:
         """What was measured for such a load, with drafts and plain."""

@@ -5,6 +5,7 @@
 [out] 2026-11-27: long contexts, and each mechanism of the budget taken out
 [joins] 2026-11-27: prompts in the forward that verifies, and costs observed more often
 [sooner] 2026-11-27: attention by four sums, and a budget that forgets sooner
+[shares] 2026-11-28: measured speeds as shares of those foretold
 [never]: the value was never measured, though the mechanism may have been.
 """
 
@@ -38,9 +39,9 @@ class BudgetPolicy:
     # Comparing the measured speeds of plain decoding and of drafting.
     least_measured: float = 0.98  # [out] of plain decoding's speed: with less, drafting has lost
     plain_cycles: int = 8  # [whole] in a row, that measure plain decoding
-    drafted_cycles: int = 48  # [never] with drafts that suffice to compare
-    losses: int = 2  # [parts] comparisons in a row, each measured anew, after which drafting stays off
-    period: int = 1000  # [out] cycles that this counts for
+    drafted_cycles: int = 48  # [never] with drafts, after which plain decoding is measured whatever is foretold
+    convincing: float = 64.0  # [shares] requests, each in one cycle, after which a measured speed counts whole
+    period: int = 1000  # [out] cycles after which all is measured anew
     window: int = 100  # [out] cycles that a measured speed is the exponential moving average of
 
 

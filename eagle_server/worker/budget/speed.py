@@ -9,31 +9,27 @@ from eagle_server.worker.budget.policy import BudgetPolicy
 
 @dataclass
 class MeasuredSpeed:
-    """The measured speed over the foretold one. Older cycles weigh less in foretold, seconds and weight.
+    """The measured speed over the foretold one. Older cycles weigh less in foretold, seconds and requests.
 
     The answers' lengths change from cycle to cycle, and the foretold speed with them. The share is of all alike.
     """
 
     policy: BudgetPolicy
     until: int  # the cycle in which it is measured anew
-    losses: int = 0  # comparisons that it lost
     foretold: float = 0.0  # seconds
     seconds: float = 0.0
-    weight: float = 0.0
+    requests: float = 0.0  # of each cycle, added up
     cycles: int = 0
+    seen: int = 0  # requests, none of them forgotten
 
-    def restart(self) -> None:
-        """Measure anew."""
-        self.foretold = self.seconds = self.weight = 0.0
-        self.cycles = 0
-
-    def add(self, foretold: float, seconds: float) -> None:
+    def add(self, requests: int, foretold: float, seconds: float) -> None:
         """One more cycle, whose tokens should have taken `foretold` seconds."""
-        if self.weight:
-            seconds = min(seconds, self.policy.outlier * self.seconds / self.weight)
+        if self.requests:
+            seconds = min(seconds, self.policy.outlier * requests * self.seconds / self.requests)
         kept = 1 - 1 / self.policy.window
         self.foretold, self.seconds = kept * self.foretold + foretold, kept * self.seconds + seconds
-        self.weight, self.cycles = kept * self.weight + 1, self.cycles + 1
+        self.requests, self.cycles = kept * self.requests + requests, self.cycles + 1
+        self.seen += requests
 
     @property
     def is_plain_known(self) -> bool:
@@ -42,11 +38,11 @@ class MeasuredSpeed:
 
     @property
     def is_enough(self) -> bool:
-        """Whether it suffices to compare drafting."""
+        """Whether drafting was measured so long that plain decoding should be."""
         return self.cycles >= self.policy.drafted_cycles
 
-    def loses(self, plain: MeasuredSpeed, gain: float) -> bool:
-        """Whether drafting, measured by this one and foretold to be `gain` times as fast, was slower beyond doubt."""
-        if not plain.is_plain_known or not self.is_enough:
-            return False
-        return gain * self.foretold * plain.seconds < self.policy.least_measured * plain.foretold * self.seconds
+    @property
+    def share(self) -> float:
+        """Of the foretold speed; nearer to 1 while few were seen, because how many tokens come varies."""
+        known = min(1.0, self.seen / self.policy.convincing)
+        return 1 + known * (self.foretold / self.seconds - 1) if known else 1.0

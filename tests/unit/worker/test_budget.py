@@ -287,6 +287,19 @@ def test_what_was_lost_on_short_answers_is_noticed_between_their_prompts(apart: 
     assert not drafted
 
 
+def test_what_drafting_loses_is_noticed_over_answers_of_all_lengths() -> None:
+    """The foretold speed differs with the tokens that are left. Eight requests tell within a dozen cycles."""
+    budget, drafted = adaptive(costs(2e-4)), 0
+    for cycle in range(300):
+        decodes = [decode(i, tokens_left=16 - cycle % 15) for i in range(8)]
+        chosen = budget.choose(decodes, [True] * 8)
+        drafts = bool(chosen.drafting)
+        measured = (16, 16e-3) if drafts else (8, 6e-3)
+        learn(budget, decodes, chosen, chains([0.9] * 8, chosen.shape) if drafts else None, *measured)
+        drafted += drafts and not chosen.is_lesson and cycle >= 100
+    assert not drafted
+
+
 def test_plain_decoding_is_measured_where_drafting_promises_much() -> None:
     budget, decodes = adaptive(costs(1e-5)), [decode(0)]
     chosen = settled(budget, decodes, 0.9, cycles=990)
