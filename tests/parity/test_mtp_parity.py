@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from eagle_server.models.drafts.mtp import MtpHead
 from tests.parity.checkpoints import CASES, VOCAB, write
 from tests.parity.test_target_parity import DenseWindows
 from tests.support import mimo_v2, step3p5
+from tests.support.engines import CONTEXT, MARGIN, plain, request, run, speculative, tokens_of
 
 # Published names: of a decoder layer's parts, and of what an MTP layer has beside them.
 NAMES = {
@@ -112,7 +114,7 @@ def test_a_greedy_chain_is_transformers(case: str, names: str, tmp_path: Path) -
 
 
 @torch.inference_mode()
-def check_greedy_chain(directory: Path, theirs: PreTrainedModel, mtp: MtpModel) -> None:
+def check_greedy_chain(directory: Path, theirs: PreTrainedModel, mtp: Any) -> None:
     """The chain that is drafted with the layer in this checkpoint is the one that transformers drafts."""
     target = load_target(directory, Loading(progress=False), dtype="float32")
     head = load_draft(directory, target, Loading(context=64, progress=False), target_path=directory)
@@ -129,6 +131,63 @@ def check_greedy_chain(directory: Path, theirs: PreTrainedModel, mtp: MtpModel) 
         torch.testing.assert_close(head.logits(out.normed), logits, atol=2e-4, rtol=1e-4)
         tokens = torch.cat([tokens, logits[-1].argmax()[None]])
         mine, their_hidden = torch.cat([mine, out.feedback[-1:]]), torch.cat([their_hidden, row[-1:]])
+
+
+class _LongcatMtp(torch.nn.Module):
+    """LongCat's MTP layer of transformers' modules, under its published names below model.mtp."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config, first = model.config, model.model.layers[0]
+        attention, mlp = type(first.self_attn[0]), type(first.mlps[0])
+
+        def norm() -> torch.nn.Module:
+            return type(first.input_layernorm[0])(config.hidden_size, eps=config.rms_norm_eps)  # type: ignore[no-any-return]
+
+        self.rotary, self.embed_tokens = [model.model.rotary_emb], model.model.embed_tokens
+        layer, wrapped = torch.nn.Module(), [torch.nn.Module() for _ in range(3)]
+        layer.enorm, layer.hnorm, layer.transformer_layer = wrapped
+        layer.enorm.m, layer.hnorm.m = norm(), norm()
+        layer.eh_proj = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layer.input_layernorm, layer.post_attention_layernorm = norm(), norm()
+        layer.self_attn, layer.transformer_layer.mlp = attention(config, 0), mlp(config)
+        self.layers, self.norm = torch.nn.ModuleList([layer]), norm()
+
+    def forward_layer(
+        self, _: int, hidden: Tensor, positions: Tensor, __: None, input_ids: Tensor
+    ) -> tuple[Tensor, ...]:
+        layer: Any = self.layers[0]
+        joined = [layer.enorm.m(self.embed_tokens(input_ids)), layer.hnorm.m(hidden)]
+        x = layer.eh_proj(torch.cat(joined, dim=-1))
+        rows = x.shape[1]
+        mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
+        rope = self.rotary[0](x, positions)
+        x = x + layer.self_attn(layer.input_layernorm(x), attention_mask=mask, position_embeddings=rope)[0]
+        x = x + layer.transformer_layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_longcats_layer_drafts_what_its_modules_draft(tmp_path: Path, has_copy: bool) -> None:
+    theirs = write(CASES["longcat-flash"], tmp_path)
+    mtp = _LongcatMtp(theirs).eval()
+    torch.manual_seed(4)
+    for name, parameter in mtp.named_parameters():
+        if name != "embed_tokens.weight":
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "norm" in name else 0.15)
+    file = tmp_path / "model.safetensors"
+    layers = {f"model.mtp.{name}": tensor.clone() for name, tensor in mtp.state_dict().items()}
+    if not has_copy:
+        del layers["model.mtp.embed_tokens.weight"]
+    save_file({**load_file(file), **layers}, file)
+    check_greedy_chain(tmp_path, theirs, mtp)
+    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False)
+    target = load_target(tmp_path, how, dtype="float32")
+    engine = speculative(target, load_draft(tmp_path, target, how, target_path=tmp_path), page_size=2)  # type: ignore[arg-type]
+    requests = [request(i, range(1 + i, 20), max_tokens=16, temperature=0.7 * i, ignore_eos=True) for i in range(3)]
+    assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
+    assert engine.stats().drafted_tokens > 0
 
 
 class _LayersRows(DenseCausal):

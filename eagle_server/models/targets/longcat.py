@@ -4,8 +4,8 @@
     v = u + mlp_0(norm(u))
     w = v + attention_1(norm(v));  s <- w + mlp_1(norm(w)) + e
 
-Attention is DeepSeek's latent attention, with factors on the normed queries and KV. Source: transformers'
-longcat_flash (arXiv 2509.01322).
+Attention is DeepSeek's latent attention, with factors on the normed queries and KV. The MTP layer in its files attends
+once and has an MLP alone. Source: transformers' longcat_flash (arXiv 2509.01322); for the MTP layer SGLang's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eagle_server.models.config_json import integer
 from eagle_server.models.layers import GatedMLP, Views, norm_of
 from eagle_server.models.mla import MLAAttention
 from eagle_server.models.moe import MixtureOfExperts
-from eagle_server.models.targets.deepseek import with_mla
+from eagle_server.models.targets.deepseek import latent_layer, with_mla
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily
 from eagle_server.ops.layers.fused import Rotation
 
@@ -107,17 +107,22 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
     return replace(config, mla=replace(config.mla, q_scale=scales[0], kv_scale=scales[1]), moe=moe, attentions=2)
 
 
-def _no_mtp(config: ModelConfig, count: int) -> ModelConfig:
-    raise CheckpointError(f"{config.architecture}: its {count} MTP layers, which attend once, are not supported yet")
+def _layer(config: ModelConfig, layer: int) -> nn.Module:
+    return latent_layer(config, layer) if config.moe is None else ShortcutLayer(config, layer)
+
+
+def _mtp_layers(config: ModelConfig, count: int) -> ModelConfig:
+    """They are DeepSeek's layers with an MLP: they attend once and have no experts."""
+    return replace(config, num_layers=count, attentions=1, moe=None, tie_word_embeddings=False)
 
 
 LONGCAT_FLASH = TargetFamily(
     "LongcatFlashForCausalLM",
     "longcat_flash",
     _add_flags,
-    ShortcutLayer,
+    _layer,
     {"rms_norm_eps": 1e-5, "routed_scaling_factor": 6.0, "rope_theta": 10_000_000.0},
-    mtp=MtpTraits(_no_mtp),
+    mtp=MtpTraits(_mtp_layers),
     aliases={
         "num_layers": "num_hidden_layers",
         "ffn_hidden_size": "intermediate_size",

@@ -8,6 +8,8 @@ MiMo                  model.mtp_layers.K.{token_layernorm, hidden_layernorm, inp
                       layer's names; input_proj reads the hidden state first
 MiMo-V2-Flash         model.mtp.layers.K.{enorm, hnorm, eh_proj, pre_mlp_layernorm, final_layernorm}, and a decoder
                       layer's names
+LongCat-Flash         model.mtp.layers.0.{enorm.m, hnorm.m, eh_proj, transformer_layer.mlp}, a decoder layer's names,
+                      model.mtp.norm, and often a copy of the target's embedding, model.mtp.embed_tokens
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ _QWEN_NAMES = {
     "mtp.fc.": "eh_proj.",
     "mtp.pre_fc_norm_embedding.": "enorm.",
     "mtp.pre_fc_norm_hidden.": "hnorm.",
-    "mtp.norm.": "shared_head.norm.",
+    "mtp.norm.": "shared_head.norm.",  # LongCat's, too, as the next one
+    "mtp.embed_tokens.": "embed_tokens.",
     "mtp.layers.0.": "",
 }
 _MIMO = re.compile(r"mtp_layers\.(\d+)\.(.*)")
-_MIMO_V2 = re.compile(r"mtp\.layers\.(\d+)\.(.*)")
-_MIMO_V2_NAMES = {
+_NUMBERED = re.compile(r"mtp\.layers\.(\d+)\.(.*)")
+_NUMBERED_NAMES = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
+    "enorm.m.weight": "enorm.weight",
+    "hnorm.m.weight": "hnorm.weight",
+    **{f"transformer_layer.mlp.{part}.weight": f"mlp.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")},
 }
 _MIMO_NAMES = {
     "input_proj.weight": "eh_proj.weight",
@@ -78,9 +84,9 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
 
 
 def by_deepseeks_names(files: DraftFiles, index: int) -> DraftFiles:
-    """`files` with the tensors of Qwen's and MiMo's MTP layers as those of layers `index`, `index` + 1, ..."""
+    """`files` with the tensors of all families' MTP layers as those of layers `index`, `index` + 1, ..."""
     if "mtp.layers.0.eh_proj.weight" in files.tensors:
-        return _numbered(files, _MIMO_V2, _MIMO_V2_NAMES, index)
+        files = _numbered(files, _NUMBERED, _NUMBERED_NAMES, index)
     if files.is_target and "mtp_layers.0.input_proj.weight" in files.tensors:  # speculators has these names, too
         files = _numbered(files, _MIMO, _MIMO_NAMES, index)
         joined = {
