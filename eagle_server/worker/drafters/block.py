@@ -63,7 +63,7 @@ def block_drafter(head: BlockHead, setup: DrafterSetup) -> ModelDrafter[ContextW
     """A reader of the context, and a proposer of the rows behind it."""
     rows = {min(steps, setup.tree.model_steps) + head.first_draft for steps, *_ in setup.tree.shapes(1)}
     attention = setup.attention(rows)
-    return ModelDrafter(ContextReader(head, attention, setup), BlockRows(head, attention, setup))
+    return ModelDrafter(ContextReader(head, attention, setup), BlockTrees(head, attention, setup))
 
 
 class ContextReader:
@@ -104,7 +104,7 @@ class ContextReader:
         return ContextWritten()
 
 
-class BlockRows(RowTrees):
+class BlockTrees(RowTrees):
     """One forward of a block's rows. Their own KV is scratch behind the context: draft-extend overwrites it."""
 
     head: BlockHead
