@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -119,6 +121,17 @@ def test_one_client_never_has_the_last_thread() -> None:
     waiting.result(PATIENCE)
     gates[0].open()
     assert ran == ["a", "b", "gate's third"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_the_threads_of_a_lane_that_yields_have_a_lower_priority_than_all_others() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = priority()
+    found = [Lane(2, "test", yields=yields).submit("a", priority).result() for yields in (False, True)]
+    assert found == [before, min(before + 10, 19)]
+    assert priority() == before
 
 
 def test_a_lane_keeps_nothing_of_a_function_that_failed() -> None:

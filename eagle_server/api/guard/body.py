@@ -40,11 +40,12 @@ IDLE_SECONDS = 1.0  # after a larger one, until the memory that it took is given
 # One thread each: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = Lane(1, "parse")
 _DECODER = Lane(1, "decode")
-# Threads of their own, so that no kind of request waits for another's long texts; one for each client at most.
+# Threads of their own, so that no kind of request waits for another's long texts; one for each client at most. Long
+# texts yield the cores to the engine and the event loop: tokenizing them lets go of the interpreter lock.
 _PREPARER = Lane(2, "prepare")
-_MEDIUM_PREPARER = Lane(2, "prepare-medium")
-_LARGE_PREPARER = Lane(2, "prepare-large")
-_TEXTS = Lane(2, "texts")
+_MEDIUM_PREPARER = Lane(2, "prepare-medium", yields=True)
+_LARGE_PREPARER = Lane(2, "prepare-large", yields=True)
+_TEXTS = Lane(2, "texts", yields=True)
 _held = Shares(1)  # bytes of bodies that arrive, and of those that wait to be prepared
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None: another C library than glibc
 _trim: asyncio.TimerHandle | None = None
