@@ -16,7 +16,7 @@ from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.speculation.tree_config import fitting
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
-from eagle_server.worker.budget.budget import UNOBSERVED, Budget, CycleBudget
+from eagle_server.worker.budget.budget import Budget, CycleBudget
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
 from eagle_server.worker.clock import READ, StageClock
 from eagle_server.worker.cycle import Cycle
@@ -206,7 +206,7 @@ class TreeDrafting:
     def learn(self, cycle: Cycle, decodes: Sequence[SequenceOutput]) -> None:
         """Learn from a cycle whose results are on the host, and say in its record what was expected."""
         ended, self._ended = self._ended, time.perf_counter()
-        if cycle.plan.warm_up is not None or not cycle.plan.decodes or cycle.budget is UNOBSERVED:
+        if cycle.plan.warm_up is not None or not cycle.plan.decodes or not cycle.budget.is_observed:
             return
         if cycle.estimated is not None:
             logp = cycle.host.array("estimates")[: len(cycle.budget.drafting)]

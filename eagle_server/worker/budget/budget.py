@@ -43,7 +43,8 @@ class CycleBudget:
     drafting: which decodes draft, in order. steps: levels of their trees. nodes: the most nodes of a tree, root
     included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose path has a
     smaller chance (its log) are not verified. is_lesson: whole trees are drafted, and estimates and budget learn.
-    most_read: rows that a request may have to read before it drafts, for each token that it may get.
+    most_read: rows that a request may have to read before it drafts, for each token that it may get. is_observed: the
+    budget learns from the cycle.
     """
 
     drafting: tuple[int, ...]
@@ -53,6 +54,7 @@ class CycleBudget:
     least_logp: float = -math.inf
     is_lesson: bool = False
     most_read: float = math.inf
+    is_observed: bool = True
 
     @property
     def shape(self) -> TreeShape:
@@ -60,7 +62,7 @@ class CycleBudget:
 
 
 NOTHING = CycleBudget((), 0, 1)
-UNOBSERVED = replace(NOTHING)  # the same, and the cycle teaches nothing new
+_UNOBSERVED = replace(NOTHING, is_observed=False)
 
 
 class Budget(Protocol):
@@ -223,7 +225,7 @@ class AdaptiveBudget:
         return (
             budget
             if budget.drafting or self.lessons.is_measured or not self._measured[1].is_plain_known
-            else UNOBSERVED
+            else _UNOBSERVED
         )
 
     def _chosen(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool) -> CycleBudget:

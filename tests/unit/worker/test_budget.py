@@ -14,7 +14,7 @@ import torch
 
 from eagle_server.plan import Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
-from eagle_server.worker.budget.budget import NOTHING, UNOBSERVED, AdaptiveBudget, CycleBudget
+from eagle_server.worker.budget.budget import NOTHING, AdaptiveBudget, CycleBudget
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.budget.outcome import LessonOutcome, Outcome
@@ -353,7 +353,7 @@ def test_plain_cycles_teach_only_now_and_then_once_their_speed_is_known() -> Non
         learn(budget, decodes, chosen[-1], None, tokens=8)
     lessons = sum(each.is_lesson for each in chosen)
     assert not any(each.drafting for each in chosen if not each.is_lesson)
-    assert sum(each is not UNOBSERVED for each in chosen) <= 64 / POLICY.observed_every + lessons
+    assert sum(each.is_observed for each in chosen) <= 64 / POLICY.observed_every + lessons
 
 
 def test_a_request_may_read_as_much_as_its_drafts_will_save() -> None:
