@@ -107,12 +107,14 @@ class NemotronHConfig:
     """What Nemotron-H has beside Mamba-2.
 
     kinds: of each layer: linear_attention, full_attention, mlp or moe.
-    shared_width: of the MLP beside experts. latent_size: of the experts' inputs, 0: hidden_size.
+    shared_width: of the MLP beside experts. latent_size: of the experts' inputs, 0: hidden_size. mtp_kinds: as kinds,
+    of the layers that are one MTP layer together.
     """
 
     kinds: tuple[str, ...]
     shared_width: int
     latent_size: int
+    mtp_kinds: tuple[str, ...] = ("full_attention", "moe")
 
 
 @dataclass(frozen=True)

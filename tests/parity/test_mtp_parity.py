@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -133,6 +133,16 @@ def check_greedy_chain(directory: Path, theirs: PreTrainedModel, mtp: Any) -> No
         mine, their_hidden = torch.cat([mine, out.feedback[-1:]]), torch.cat([their_hidden, row[-1:]])
 
 
+def check_texts(directory: Path) -> None:
+    """Texts with the layer's drafts are those without."""
+    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False)
+    target = load_target(directory, how, dtype="float32")
+    engine = speculative(target, load_draft(directory, target, how, target_path=directory), page_size=2)  # type: ignore[arg-type]
+    requests = [request(i, range(1 + i, 20), max_tokens=16, temperature=0.7 * i, ignore_eos=True) for i in range(3)]
+    assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
+    assert engine.stats().drafted_tokens > 0
+
+
 class _LongcatMtp(torch.nn.Module):
     """LongCat's MTP layer of transformers' modules, under its published names below model.mtp."""
 
@@ -182,12 +192,52 @@ def test_longcats_layer_drafts_what_its_modules_draft(tmp_path: Path, has_copy: 
         del layers["model.mtp.embed_tokens.weight"]
     save_file({**load_file(file), **layers}, file)
     check_greedy_chain(tmp_path, theirs, mtp)
-    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False)
-    target = load_target(tmp_path, how, dtype="float32")
-    engine = speculative(target, load_draft(tmp_path, target, how, target_path=tmp_path), page_size=2)  # type: ignore[arg-type]
-    requests = [request(i, range(1 + i, 20), max_tokens=16, temperature=0.7 * i, ignore_eos=True) for i in range(3)]
-    assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
-    assert engine.stats().drafted_tokens > 0
+    check_texts(tmp_path)
+
+
+class _NemotronMtp(torch.nn.Module):
+    """Nemotron-H's MTP layer of transformers' modules, under its published names below mtp, but for the experts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config, block, kinds = model.config, type(model.model.layers[0]), model.config.layers_block_type
+        self.embed = [model.model.embeddings]
+        self.layers = torch.nn.ModuleList(block(config, kinds.index(kind)) for kind in ("full_attention", "moe"))
+        first, last = cast(Any, self.layers[0]), cast(Any, self.layers[-1])
+        first.enorm, first.hnorm, last.final_layernorm = (type(first.norm)(config.hidden_size) for _ in range(3))
+        for norm in (first.enorm, first.hnorm, last.final_layernorm):
+            norm.variance_epsilon = config.layer_norm_epsilon
+        first.eh_proj = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def forward_layer(self, _: int, hidden: Tensor, __: Tensor, ___: None, input_ids: Tensor) -> Any:
+        first, last = cast(Any, self.layers[0]), cast(Any, self.layers[-1])
+        x = first.eh_proj(torch.cat([first.enorm(self.embed[0](input_ids)), first.hnorm(hidden)], dim=-1))
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+        return last.final_layernorm(last(first(x, attention_mask=mask)))
+
+    def published(self) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for name, tensor in self.state_dict().items():
+            part = name.rpartition(".")[2]
+            if ".experts." in name and part in ("up_proj", "down_proj"):
+                found |= {f"mtp.{name.rpartition('.')[0]}.{i}.{part}.weight": each for i, each in enumerate(tensor)}
+            else:
+                found[f"mtp.{name}"] = tensor
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["nemotron-h-experts", "nemotron-h-narrow-experts-biases"])
+def test_nemotrons_layer_drafts_what_its_modules_draft(tmp_path: Path, case: str) -> None:
+    theirs = write(CASES[case], tmp_path)
+    mtp = _NemotronMtp(theirs).eval()
+    torch.manual_seed(4)
+    for name, parameter in mtp.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "norm" in name else 0.15)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), **mtp.published()}, file)
+    check_greedy_chain(tmp_path, theirs, mtp)
+    check_texts(tmp_path)
 
 
 class _LayersRows(DenseCausal):

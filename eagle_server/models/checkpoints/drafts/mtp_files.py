@@ -10,6 +10,8 @@ MiMo-V2-Flash         model.mtp.layers.K.{enorm, hnorm, eh_proj, pre_mlp_layerno
                       layer's names
 LongCat-Flash         model.mtp.layers.0.{enorm.m, hnorm.m, eh_proj, transformer_layer.mlp}, a decoder layer's names,
                       model.mtp.norm, and often a copy of the target's embedding, model.mtp.embed_tokens
+Nemotron-H            mtp.layers.J.{norm, mixer} of the layers that are one MTP layer, enorm, hnorm and eh_proj in the
+                      first, final_layernorm in the last
 """
 
 from __future__ import annotations
@@ -85,6 +87,11 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
 
 def by_deepseeks_names(files: DraftFiles, index: int) -> DraftFiles:
     """`files` with the tensors of all families' MTP layers as those of layers `index`, `index` + 1, ..."""
+    if any(name.startswith("mtp.layers.0.mixer.") for name in files.tensors):
+        parts = re.compile(r"mtp\.layers\.(\d+\.(?:norm|mixer)\..*)")
+        renamed = {parts.sub(r"mtp.layers.0.parts.\1", name): each for name, each in files.tensors.items()}
+        renamed = {re.sub(r"^mtp\.layers\.\d+\.final_", "mtp.layers.0.final_", n): each for n, each in renamed.items()}
+        files = replace(files, tensors=renamed)
     if "mtp.layers.0.eh_proj.weight" in files.tensors:
         files = _numbered(files, _NUMBERED, _NUMBERED_NAMES, index)
     if files.is_target and "mtp_layers.0.input_proj.weight" in files.tensors:  # speculators has these names, too

@@ -2,7 +2,8 @@
 
     s <- s + mixer(norm(s))
 
-MLPs and experts have no gate: down(relu(up(x))^2). Experts may work on a narrower copy of their input.
+MLPs and experts have no gate: down(relu(up(x))^2). Experts may work on a narrower copy of their input. An MTP layer is
+two of the family's layers, attention and experts. Source: transformers' nemotron_h; for the MTP layer vLLM's.
 """
 
 from __future__ import annotations
@@ -119,6 +120,31 @@ class NemotronLayer(nn.Module):
         yield from self.mixer.weight_views(f"{prefix}mixer.")  # type: ignore[operator]
 
 
+class NemotronMtpBlock(nn.Module):
+    """The layers that are one MTP layer, called as a `DecoderLayer` is."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.nemotron_h is not None, "Nemotron-H's config"
+        self.parts = nn.ModuleList(NemotronLayer(config, layer) for layer in range(len(config.nemotron_h.kinds)))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: BoundAttention
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `DecoderLayer`."""
+        for part in self.parts:
+            x, residual = part(x, residual, rope, attention)
+        return x, residual
+
+    def weight_views(self, prefix: str) -> Views:
+        for number, part in enumerate(self.parts):
+            yield from part.weight_views(f"{prefix}parts.{number}.")  # type: ignore[operator]
+
+
+def _layer(config: ModelConfig, layer: int) -> nn.Module:
+    return NemotronMtpBlock(config) if config.recurrent is None else NemotronLayer(config, layer)
+
+
 def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
     kinds = _kinds(raw, source)
     if len(kinds) != config.num_layers:
@@ -160,6 +186,7 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
             kinds,
             shared_width=integer(raw, "moe_shared_expert_intermediate_size", source, default=1),
             latent_size=int(raw.get("moe_latent_size") or 0),
+            mtp_kinds=_mtp_kinds(raw),
         ),
     )
 
@@ -175,9 +202,24 @@ def _kinds(raw: Mapping[str, Any], source: str) -> tuple[str, ...]:
     return kinds
 
 
-def _no_mtp(config: ModelConfig, count: int) -> ModelConfig:
-    raise CheckpointError(
-        f"{config.architecture}: its {count} MTP layers are of several kinds, and are not supported yet"
+def _mtp_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    pattern = raw.get("mtp_hybrid_override_pattern") or "*E"
+    given = raw.get("mtp_layers_block_type") or [_LETTERS.get(c, c) for c in pattern]
+    return tuple(_OLDER.get(kind, kind) for kind in given)
+
+
+def _mtp_layers(config: ModelConfig, count: int) -> ModelConfig:
+    """One MTP layer is several of the family's layers, of which one attends."""
+    own = config.nemotron_h
+    assert own is not None, "Nemotron-H's config"
+    kinds, known = own.mtp_kinds, {"full_attention", "mlp", *(["moe"] if config.moe is not None else [])}
+    if count != 1 or kinds.count("full_attention") != 1 or kinds[0] != "full_attention" or not set(kinds) <= known:
+        raise CheckpointError(
+            f"{config.architecture}: {count} MTP layers of {', '.join(kinds)} are not supported, only one of "
+            "full_attention, then moe or mlp"
+        )
+    return replace(
+        config, num_layers=1, recurrent=None, nemotron_h=replace(own, kinds=kinds), tie_word_embeddings=False
     )
 
 
@@ -185,12 +227,12 @@ NEMOTRON_H = TargetFamily(
     "NemotronHForCausalLM",
     "nemotron_h",
     _add_flags,
-    NemotronLayer,
+    _layer,
     {
         **{"rms_norm_eps": 1e-5, "intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64},
         **{"ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "head_dim": 128},
     },
-    mtp=MtpTraits(_no_mtp),
+    mtp=MtpTraits(_mtp_layers),
     aliases={"layer_norm_epsilon": "rms_norm_eps", "attention_head_dim": "head_dim"},
     renames={"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."},
 )
