@@ -39,9 +39,11 @@ def write_gguf(
     more: Mapping[str, np.ndarray[Any, Any]] | None = None,
     tokenizer: Mapping[str, Any] | None = None,
     kinds: Mapping[str, str] | None = None,
+    tensors_of_part: int = 0,
 ) -> Path:
     """kind: the type of matrices, `kinds` of those whose names contain a key. values: of metadata, in the place of the
-    usual ones. more: further tensors. tokenizer: tokens, types, merges, pre."""
+    usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
+    tensors_of_part: of each file; 0: all are in one."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -63,7 +65,7 @@ def write_gguf(
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
-    writer = GGUFWriter(file, architecture)
+    writer = GGUFWriter(file, architecture, split_max_tensors=tensors_of_part)
     for name, value in (metadata | dict(values or {})).items():
         key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
         if key == "general.architecture":
@@ -95,7 +97,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return file if file.is_file() else next(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))
 
 
 def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Tensor]:

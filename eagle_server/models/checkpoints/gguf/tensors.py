@@ -56,6 +56,7 @@ class Place(NamedTuple):
     """Where a tensor is: its name and type in the file, its shape, the first byte and how many there are.
 
     pairs: heads whose rows are stored with RoPE's pairs side by side; 0: none are.
+    part: the number of its file, from 0.
     """
 
     key: str
@@ -64,6 +65,7 @@ class Place(NamedTuple):
     offset: int
     size: int
     pairs: int = 0
+    part: int = 0
 
 
 def places(found: Mapping[str, Place], pairs: Mapping[str, int], source: str) -> dict[str, Place]:
@@ -94,10 +96,10 @@ def places(found: Mapping[str, Place], pairs: Mapping[str, int], source: str) ->
     return named
 
 
-def read_index(directory: Path) -> tuple[Path, dict[str, Place]]:
-    """The GGUF file that a directory stands for, and the places of its tensors by our names."""
+def read_index(directory: Path) -> tuple[list[Path], dict[str, Place]]:
+    """The parts of the GGUF file that a directory stands for, and the places of its tensors by our names."""
     index: dict[str, Any] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-    return Path(index["file"]), {name: Place(*values) for name, values in index["tensors"].items()}
+    return [Path(file) for file in index["files"]], {name: Place(*values) for name, values in index["tensors"].items()}
 
 
 def _bytes(file: Path, place: Place) -> np.ndarray[Any, Any]:
@@ -108,7 +110,7 @@ def say_types(directory: Path, *, native: bool) -> None:
     """Say how matrices are computed, by type. native: by kernels for a CPU, which multiply blocks as they are."""
     if not (directory / INDEX).is_file():
         return
-    file, found = read_index(directory)
+    (file, *_), found = read_index(directory)
     types = {place.type for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name}
     as_they_are = types & ({*FORMATS} if native else {INT4})
     others = sorted(types - as_they_are - {*_FLOATS})
