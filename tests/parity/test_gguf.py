@@ -85,6 +85,21 @@ def test_tensors_and_logits_are_the_directorys(name: str, tmp_path: Path) -> Non
     assert torch.equal(logits(directory), logits(source))
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gemma_3_has_the_logits_of_its_directory(kind: str, tmp_path: Path) -> None:
+    """Its norms are stored plus 1, which float32 rounds."""
+    source = checkpoint("gemma3", tmp_path / "source", query_pre_attn_scalar=32)
+    directory = opened(source, kind)
+    stored, expected = open_weights(directory), load_file(source / "model.safetensors")
+    assert set(stored) == set(expected)
+    for name in (name for name in expected if "norm" in name):
+        torch.testing.assert_close(stored[name].read(), expected[name], atol=1e-6, rtol=0)
+    error = (logits(directory) - logits(source)).norm() / logits(source).norm()
+    assert error < {"F32": 1e-5, "Q8_0": 0.1}[kind]
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    assert_speculates_losslessly(target)
+
+
 def test_llama_3s_frequencies_are_those_of_the_file(tmp_path: Path) -> None:
     source = checkpoint("llama-llama3", tmp_path / "source")
     target: Any = load_target(source, Loading(progress=False), dtype="float32")

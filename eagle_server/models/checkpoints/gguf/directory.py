@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _ARCHITECTURES = {  # of llama.cpp: model_type and class
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _SCALINGS = ("linear", "yarn")
@@ -127,7 +128,7 @@ def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
     pairs = {}
     if metadata["general.architecture"] == "llama":
         pairs = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    named = places(found, pairs, str(file))
+    named = places(found, metadata["general.architecture"], pairs, str(file))
     ends = [int(metadata[key]) for key in _ENDS if key in metadata]
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     if ends:
@@ -197,9 +198,27 @@ def _config(
             "moe_intermediate_size": value("expert_feed_forward_length"),
             "norm_topk_prob": True,  # as llama.cpp computes it; the file does not say
         }
+    elif kind == "gemma3":
+        config |= _gemma3(config, value)
     elif any("_exps" in name for name in found):
         raise CheckpointError(f"{source}: experts in the architecture {kind} are not supported in GGUF")
     return config
+
+
+def _gemma3(config: Mapping[str, Any], value: Callable[..., Any]) -> dict[str, Any]:
+    """Windows, their RoPE and scales. What files do not say is as in all of Google's models."""
+    largest = 62  # layers of the model of 27 billion parameters, whose queries are scaled by the mean size of a head
+    sizes = config["hidden_size"] // config["num_attention_heads"], config["head_dim"]
+    pattern, layers = value("attention.sliding_window_pattern", 6), config["num_hidden_layers"]
+    is_windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    local = {"rope_type": "default", "rope_theta": float(value("rope.freq_base_swa", 1e4))}
+    return {
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "sliding_window": value("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in is_windowed],
+        "query_pre_attn_scalar": sizes[0] if layers == largest else sizes[1],
+        "final_logit_softcapping": value("final_logit_softcapping", 0.0),
+    }
 
 
 def _rope(
