@@ -35,10 +35,14 @@ def target_location(value: str) -> str:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at this path, or the only one in this directory, without safetensors; None: there is none."""
+    """The GGUF file at this path, or the only one in this directory, without safetensors; None: there is none.
+
+    Of a file in parts it is the first one.
+    """
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
-        return found[0] if len(found) == 1 and not any(path.glob("*.safetensors")) else None
+        is_one = len(found) == 1 or (found and found[0].stem.endswith(f"-00001-of-{len(found):05d}"))
+        return found[0] if is_one and not any(path.glob("*.safetensors")) else None
     return path if path.suffix == ".gguf" and path.is_file() else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -269,7 +270,7 @@ class Config(BaseModel):
         if self.model.served_model_name or path is None:
             return self.model.served_model_name or "demo"
         if (file := self.gguf) is not None:
-            return file.stem
+            return re.sub(r"-\d{5}-of-\d{5}$", "", file.stem)
         return Path(path).resolve().name if Path(path).is_dir() else path
 
     @property

@@ -42,6 +42,10 @@ template <int format> struct GroupNumbers {
     }
 };
 
+// Lines that a stream of weights is fetched ahead where no other is read beside it: AHEAD lines of one are multiplied before memory
+// answers, even by eight rows.
+constexpr int FAR_AHEAD = 64;
+
 template <int format, int rows, int blocks>
 static inline void multiply_blocks(const uint32_t* x, int64_t stride, const Packed& w, int first, Vector (*sums)[blocks]) {
     constexpr BlockFormat f = FORMATS[format];
@@ -71,7 +75,7 @@ static inline void multiply_blocks(const uint32_t* x, int64_t stride, const Pack
                     const uint8_t* chunk = records[b] + f.header_bytes() + inside * f.chunk_bytes() + 4 * lanes[b];
                     Words codes[MANY];
                     codes_of_line<f.bits>(chunk, g * LINES + line, codes);
-                    __builtin_prefetch(chunk + (g * LINES + line + AHEAD) * LINE);
+                    __builtin_prefetch(chunk + (g * LINES + line + (blocks == 1 ? FAR_AHEAD : AHEAD)) * LINE, 0, blocks == 1 ? 2 : 3);
                     for (int q = 0; q < MANY; q++)
                         for (int m = 0; m < rows; m++) acc[m][b] = dot_bytes(acc[m][b], inputs[m][(g * LINES + line) * MANY + q], codes[q]);
                 }

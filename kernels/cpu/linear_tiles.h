@@ -5,34 +5,63 @@
 
 #if defined(HAS_TILES)
 
-// 32 inputs of 16 outputs in blocks, see linear_blocks.h: codes less their zeros, as a tile takes them, and the groups' numbers.
-struct alignas(64) UnpackedChunk {
-    uint32_t codes[CHUNK / 4][TILE];
-    Vector scale[2], low;
+// A few chunks of 16 outputs in blocks, see linear_blocks.h: codes less their zeros, as a tile takes them, and the groups' numbers.
+struct alignas(64) UnpackedChunks {
+    static constexpr int MOST = 4;
+    uint32_t codes[MOST][CHUNK / 4][TILE];
+    Vector scales[MOST][2], lows[MOST];
 };
 
-template <int format> static void unpack_chunk(const uint8_t* records, int number, UnpackedChunk& to) {
+template <int format> static void unpack_chunks(const uint8_t* records, int first, int count, UnpackedChunks& to) {
     constexpr BlockFormat f = FORMATS[format];
     constexpr int CHUNKS = f.record() / CHUNK, GROUPS = CHUNK / f.group, MANY = QUADS<f.bits>;
-    const int inside = number % CHUNKS;
-    const uint8_t* record = records + (int64_t)(number / CHUNKS) * f.record_bytes();
-    const uint8_t* chunk = record + f.header_bytes() + inside * f.chunk_bytes();
-    for (int line = 0; line < f.low_lines(); line++) {
-        Words codes[MANY];
-        codes_of_line<f.bits>(chunk, line, codes);
-        __builtin_prefetch(chunk + (line + AHEAD) * LINE);
-        for (int q = 0; q < MANY; q++)
-            _mm512_store_si512(to.codes[line * MANY + q], _mm512_sub_epi8((__m512i)codes[q], _mm512_set1_epi8((char)f.zero)));
-    }
-    for (int g = 0; g < GROUPS; g++) {
-        const GroupNumbers<format> numbers(record, inside * GROUPS + g, 0);
-        to.scale[g] = numbers.scale, to.low = numbers.low;
+    for (int i = 0; i < count; i++) {
+        const int number = first + i, inside = number % CHUNKS;
+        const uint8_t* record = records + (int64_t)(number / CHUNKS) * f.record_bytes();
+        const uint8_t* chunk = record + f.header_bytes() + inside * f.chunk_bytes();
+        for (int line = 0; line < f.low_lines(); line++) {
+            Words codes[MANY];
+            codes_of_line<f.bits>(chunk, line, codes);
+            __builtin_prefetch(chunk + (line + FAR_AHEAD) * LINE, 0, 2);
+            for (int q = 0; q < MANY; q++) {
+                const __m512i signed_codes = f.zero ? _mm512_sub_epi8((__m512i)codes[q], _mm512_set1_epi8((char)f.zero)) : (__m512i)codes[q];
+                _mm512_store_si512(to.codes[i][line * MANY + q], signed_codes);
+            }
+        }
+        for (int g = 0; g < GROUPS; g++) {
+            const GroupNumbers<format> numbers(record, inside * GROUPS + g, 0);
+            to.scales[i][g] = numbers.scale, to.lows[i] = numbers.low;
+        }
     }
 }
 
-constexpr void (*UNPACK_CHUNK[])(const uint8_t*, int, UnpackedChunk&) = {
-    unpack_chunk<Q8_0>, unpack_chunk<Q4_0>, unpack_chunk<Q4_1>, unpack_chunk<Q5_0>,
-    unpack_chunk<Q5_1>, unpack_chunk<Q4_K>, unpack_chunk<Q5_K>, unpack_chunk<Q6_K>,
+constexpr void (*UNPACK_CHUNKS[])(const uint8_t*, int, int, UnpackedChunks&) = {
+    unpack_chunks<Q8_0>, unpack_chunks<Q4_0>, unpack_chunks<Q4_1>, unpack_chunks<Q5_0>,
+    unpack_chunks<Q5_1>, unpack_chunks<Q4_K>, unpack_chunks<Q5_K>, unpack_chunks<Q6_K>,
+};
+
+// Adds the products of `chunks` chunks to the sums of a row, as `multiply_blocks` does.
+template <int chunks, int groups, bool has_low> struct GroupSums {
+    Vector scales[chunks][groups], lows[chunks];
+
+    explicit GroupSums(const UnpackedChunks& unpacked) {
+        for (int c = 0; c < chunks; c++) {
+            for (int g = 0; g < groups; g++) scales[c][g] = unpacked.scales[c][g];
+            if (has_low) lows[c] = unpacked.lows[c];
+        }
+    }
+
+    // product(c, g): where those of a group are.
+    template <class Product> Vector operator()(Vector sum, const InputChunk* own, const Product& product) const {
+#pragma GCC unroll 4
+        for (int c = 0; c < chunks; c++) {
+#pragma GCC unroll 2
+            for (int g = 0; g < groups; g++)
+                sum = fma(__builtin_convertvector((Ints)load_words(product(c, g)), Vector), scales[c][g] * own[c].scale, sum);
+            if (has_low) sum = fma(all(own[c].sum), lows[c], sum);
+        }
+        return sum;
+    }
 };
 
 // A pass over `wide` vectors of weights, from vector `first` on, for `rows` rows from row `m` on: `high` blocks of them.
@@ -66,6 +95,13 @@ template <int high, int wide> struct TilePass {
         shapes.set(5, depth, TILE);
         shapes.set(6, parts * block, depth);
         shapes.set(7, parts * last, depth);
+        shapes.begin();
+    }
+
+    // The same where registers of sums hold several groups of inputs, or several blocks of rows.
+    void shape_of_groups(Tiles& shapes, int depth) const {
+        shape(shapes, depth);
+        for (int c = 0; c < 4; c++) shapes.set(c, high > 1 && (high == 2 ? c % 2 == 0 : c < high - 1) ? block : last, TILE);
         shapes.begin();
     }
 
@@ -216,52 +252,61 @@ template <int high, int wide> struct TilePass {
                 put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(x + r * stride, stride));
     }
 
-    // As `int4`, with the sums of `multiply_blocks`, bit for bit. All vectors are of one format.
-    void blocks(Vector* sums) const {
-        const int format = w.formats[first], groups = CHUNK / FORMATS[format].group, depth = CHUNK / 4 / groups;  // groups of a chunk
-        const int count = w.in / CHUNK * groups;
-        const bool has_low = FORMATS[format].has_low;
-        UnpackedChunk unpacked[3][wide];
-        alignas(64) Tile products[2][TILES];
-        const InputChunk* chunks = chunks_of(w, x);
+    // As `int4`, with the sums of `multiply_blocks`, bit for bit, for one vector. The registers of sums hold several groups of inputs, so
+    // that their products are in flight at once. A row's sums are loaded once for `CHUNKS` chunks.
+    template <int groups, bool has_low> void blocks(Vector* sums) const {
+        static_assert(wide == 1);
+        constexpr int CHUNKS = high == 1 ? 4 : high == 2 ? 2 : 1;  // of a step
+        constexpr int DEPTH = CHUNK / 4 / groups;
+        const int chunks = w.in / CHUNK, steps = (chunks + CHUNKS - 1) / CHUNKS;
+        const auto unpack = UNPACK_CHUNKS[w.formats[first]];
+        const uint8_t* records = (const uint8_t*)w.data + w.places[first];
+        UnpackedChunks unpacked[3];
+        alignas(64) Tile products[2][CHUNKS][groups][high];
+        const InputChunk* inputs = chunks_of(w, x);
         Tiles tiles;
-        shape(tiles, depth);
-        auto unpack_all = [&](int chunk) {
-            for (int v = 0; v < wide && chunk < w.in / CHUNK; v++)
-                UNPACK_CHUNK[format]((const uint8_t*)w.data + w.places[first + v], chunk, unpacked[chunk % 3][v]);
-        };
-        auto add_group = [&](int group) {
-            const int c = group / groups;
-            for (int v = 0; v < wide; v++) {
-                const UnpackedChunk& numbers = unpacked[c % 3][v];
-                const Vector scale = numbers.scale[group % groups], low = numbers.low;
-                for (int r = 0; r < rows; r++) {
-                    const InputChunk& chunk = chunks[r * stride / CHUNK_WORDS + c];
-                    const int tile = r / TILE * wide + v;
-                    const Ints found = (Ints)load_words(products[group % 2][tile][r % TILE]);
-                    Vector sum = fma(__builtin_convertvector(found, Vector), scale * chunk.scale, sums[tile * TILE + r % TILE]);
-                    sums[tile * TILE + r % TILE] = has_low ? fma(all(chunk.sum), low, sum) : sum;
-                }
-            }
-        };
-        unpack_all(0);
-        for (int group = 0; group < count; group++) {
-            if (group % groups == 0) unpack_all(group / groups + 1);
-            each<TILES>([]<int c>() { tile_zero<c>(); });
-            add_products<SIGNED>(group * depth, [&]<int v>() {
-                tile_load<4 + v % 2>(unpacked[group / groups % 3][v].codes[group % groups * depth], TILE);
+        shape_of_groups(tiles, DEPTH);
+        auto count = [&](int step) { return std::min(CHUNKS, chunks - step * CHUNKS); };
+        auto multiply = [&]<int c, int g>(int step) {
+            constexpr int sum = (c * groups + g) * high % 4 <= 4 - high ? (c * groups + g) * high % 4 : 0;
+            tile_load<4 + g % 2>(unpacked[step % 3].codes[c][g * DEPTH], TILE);
+            each<high>([&]<int h>() {
+                load_inputs<h>((step * CHUNKS + c) * (CHUNK / 4) + g * DEPTH);
+                tile_zero<sum + h>();
+                tile_dot<SIGNED, sum + h, h == high - 1 ? 7 : 6, 4 + g % 2>();
+                tile_store<sum + h>(products[step % 2][c][g][h][0], TILE);
             });
-            each<TILES>([&]<int c>() { tile_store<c>(products[group % 2][c][0], TILE); });
-            if (group > 0) add_group(group - 1);
+        };
+        auto add = [&]<int many>(int step) {
+            const GroupSums<many, groups, has_low> add_to(unpacked[step % 3]);
+            const InputChunk* own = inputs + step * CHUNKS;
+            for (int r = 0; r < rows; r++, own += stride / CHUNK_WORDS)
+                sums[r] = add_to(sums[r], own, [&](int c, int g) { return products[step % 2][c][g][r / TILE][r % TILE]; });
+        };
+        auto add_some = [&](int step) {
+            if (count(step) == CHUNKS) return add.template operator()<CHUNKS>(step);
+            if constexpr (CHUNKS > 1) each<CHUNKS - 1>([&]<int c>() { if (count(step) == c + 1) add.template operator()<c + 1>(step); });
+        };
+        unpack(records, 0, count(0), unpacked[0]);
+        for (int step = 0; step < steps; step++) {
+            if (step + 1 < steps) unpack(records, (step + 1) * CHUNKS, count(step + 1), unpacked[(step + 1) % 3]);
+            each<CHUNKS>([&]<int c>() {
+                if (c < count(step)) each<groups>([&]<int g>() { multiply.template operator()<c, g>(step); });
+            });
+            if (step > 0) add_some(step - 1);
         }
-        add_group(count - 1);
+        add_some(steps - 1);
     }
 
     template <class Where, class Put> void gguf(const Where& where, const Put& put) const {
-        Vector sums[TILES * TILE] = {};
-        blocks(sums);
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < wide; v++) put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE]);
+        if constexpr (wide == 1) {
+            const BlockFormat& f = FORMATS[w.formats[first]];
+            Vector sums[TILES * TILE] = {};
+            if (f.group < CHUNK) blocks<2, false>(sums);
+            else if (f.has_low) blocks<1, true>(sums);
+            else blocks<1, false>(sums);
+            for (int r = 0; r < rows; r++) put(where(m + r, first), first, sums[r]);
+        }
     }
 };
 
@@ -282,8 +327,7 @@ static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int
                 else pass.floats_or_int8(where, put);
                 b += wide;
             };
-            int left = blocks - b;
-            while (left > 1 && !are_alike(w, first + b, left)) left--;
+            const int left = w.kind == GGUF ? 1 : blocks - b;
             if (high == 4) pass.template operator()<4, 1>();
             else if (high == 3) pass.template operator()<3, 1>();
             else if (high == 2 && left >= 2) pass.template operator()<2, 2>();

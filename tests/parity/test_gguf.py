@@ -85,6 +85,21 @@ def test_tensors_and_logits_are_the_directorys(name: str, tmp_path: Path) -> Non
     assert torch.equal(logits(directory), logits(source))
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gemma_3_has_the_logits_of_its_directory(kind: str, tmp_path: Path) -> None:
+    """Its norms are stored plus 1, which float32 rounds."""
+    source = checkpoint("gemma3", tmp_path / "source", query_pre_attn_scalar=32)
+    directory = opened(source, kind)
+    stored, expected = open_weights(directory), load_file(source / "model.safetensors")
+    assert set(stored) == set(expected)
+    for name in (name for name in expected if "norm" in name):
+        torch.testing.assert_close(stored[name].read(), expected[name], atol=1e-6, rtol=0)
+    error = (logits(directory) - logits(source)).norm() / logits(source).norm()
+    assert error < {"F32": 1e-5, "Q8_0": 0.1}[kind]
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    assert_speculates_losslessly(target)
+
+
 def test_llama_3s_frequencies_are_those_of_the_file(tmp_path: Path) -> None:
     source = checkpoint("llama-llama3", tmp_path / "source")
     target: Any = load_target(source, Loading(progress=False), dtype="float32")
@@ -198,6 +213,25 @@ def test_the_demo_has_its_text_with_its_head(tmp_path: Path) -> None:
         assert found[0].outputs[0].text == expected[0].outputs[0].text
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_file_in_parts_has_the_logits_of_one_file(kind: str, tmp_path: Path) -> None:
+    """Any part names the whole, and so does the directory."""
+    source = checkpoint("llama-llama3", tmp_path / "source")
+    whole = opened(source, kind)
+    (tmp_path / "parts").mkdir()
+    first = write_gguf(source, tmp_path / "parts" / "m.gguf", kind, tensors_of_part=5)
+    (tmp_path / "parts" / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
+    files = sorted(first.parent.glob("*.gguf"))
+    assert first == files[0] and len(files) > 2
+    assert directory_of(files[2]) == directory_of(first)
+    assert torch.equal(logits(directory_of(first)), logits(whole))
+    config = parse_args(["--model-path", str(first.parent), "--device", "cpu"], environ={})
+    assert config.gguf == first and config.served_model_name == "m"
+    files[1].unlink()
+    with pytest.raises(CheckpointError, match=r"parts, of which m-00002-of-\d+\.gguf is missing"):
+        directory_of(first)
+
+
 def test_options_and_a_dry_run_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint("llama", tmp_path / "source")
     file = write_gguf(source, tmp_path / "toy.Q4_0.gguf", "Q4_0")
@@ -244,7 +278,7 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
         ({"values": {"general.architecture": "mamba"}}, "architecture mamba is not supported in GGUF; supported are"),
         ({"values": {"attention.head_count": None}}, "llama.attention.head_count is missing"),
         ({"values": {"rope.scaling.type": "other"}}, "rope.scaling.type other is not supported"),
-        ({"values": {"split.count": 2}}, "one of 2 parts; join them"),
+        ({"values": {"split.count": 2}}, "one of 2 parts; name it"),
         ({"more": {"blk.0.attn_sinks.weight": torch.ones(4).numpy()}}, "blk.0.attn_sinks.weight is not known"),
         ({"more": {"blk.0.ffn_up_exps.weight": torch.ones(2, 4, 4).numpy()}}, "experts in the architecture llama"),
         ({"more": {"rope_freqs.weight": torch.zeros(8).numpy()}}, "positive numbers are expected"),

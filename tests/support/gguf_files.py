@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.k_quants import K_QUANTS, k_quantized
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _PARTS = {
     "input_layernorm": "attn_norm",
@@ -26,6 +26,11 @@ _PARTS = {
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+_GEMMA3_PARTS = {
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -39,31 +44,15 @@ def write_gguf(
     more: Mapping[str, np.ndarray[Any, Any]] | None = None,
     tokenizer: Mapping[str, Any] | None = None,
     kinds: Mapping[str, str] | None = None,
+    tensors_of_part: int = 0,
 ) -> Path:
     """kind: the type of matrices, `kinds` of those whose names contain a key. values: of metadata, in the place of the
-    usual ones. more: further tensors. tokenizer: tokens, types, merges, pre."""
+    usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
+    tensors_of_part: of each file; 0: all are in one."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rope = config.get("rope_parameters") or config
-    metadata: dict[str, Any] = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
-    }
-    if architecture == "qwen3moe":
-        metadata |= {
-            "expert_count": experts_of(config),
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
-        }
-    writer = GGUFWriter(file, architecture)
+    metadata = _metadata(config, architecture)
+    writer = GGUFWriter(file, architecture, split_max_tensors=tensors_of_part)
     for name, value in (metadata | dict(values or {})).items():
         key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
         if key == "general.architecture":
@@ -95,7 +84,40 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return file if file.is_file() else next(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))
+
+
+def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or config
+    metadata: dict[str, Any] = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
+    }
+    if architecture == "qwen3moe":
+        metadata |= {
+            "expert_count": experts_of(config),
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+    if architecture == "gemma3":
+        full, local = (rope[kind] for kind in ("full_attention", "sliding_attention"))
+        metadata |= {
+            "rope.freq_base": full["rope_theta"],
+            "rope.freq_base_swa": local["rope_theta"],
+            "rope.scaling.type": full["rope_type"],
+            "rope.scaling.factor": full["factor"],
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": 1 + config["layer_types"].index("full_attention"),
+        }
+    return metadata
 
 
 def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Tensor]:
@@ -104,13 +126,15 @@ def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dic
     named: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         base, _, kind = name.rpartition(".")
+        if architecture == "gemma3" and base.endswith("norm"):
+            tensor = tensor + 1
         if base in _NAMES:
             named[f"{_NAMES[base]}.{kind}"] = tensor
             continue
         layer, part = base.removeprefix("model.layers.").split(".", 1)
         if ".experts." in part:
             continue
-        own = _PARTS[part]
+        own = (_PARTS | (_GEMMA3_PARTS if architecture == "gemma3" else {}))[part]
         if architecture == "llama" and own in heads:
             tensor = _side_by_side(tensor, heads[own])
         named[f"blk.{layer}.{own}.{kind}"] = tensor

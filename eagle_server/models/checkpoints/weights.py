@@ -272,9 +272,10 @@ def _refuse_pointer(path: Path) -> None:
 
 
 def _gguf(directory: Path) -> Weights:
-    file, places = gguf.read_index(directory)
+    files, places = gguf.read_index(directory)
     stored: Weights = {}
     for name, place in places.items():
+        file = files[place.part]
         what, read = (file, place.key, tuple(place.shape)), partial(gguf.read, file, place)
         if gguf.has_blocks(place):
             load, bits = partial(gguf.read_blocks, file, place), 8 * place.size / math.prod(place.shape)

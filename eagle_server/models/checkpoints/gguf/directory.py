@@ -10,9 +10,10 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,21 @@ from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.build import CACHE, check_owner, directories
 
-_VERSION = "1"  # of what is kept
+_VERSION = "2"  # of what is kept
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
 _ARCHITECTURES = {  # of llama.cpp: model_type and class
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _SCALINGS = ("linear", "yarn")
 _GPT2 = ("gpt-2", "gpt2")  # names of its way to split texts
 _ADVICE = "put the model's tokenizer.json beside the file, or name it: --tokenizer-path"
+
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # of llama-gguf-split; the first part has the metadata
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +49,12 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
         CheckpointError: the file is damaged, or its architecture or tokenizer is not supported.
         BuildError: what is kept might be another user's.
     """
-    file = file.resolve()
-    about = file.stat()
+    parts = _parts(file.resolve())
+    file = parts[0]
+    about = [(part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     beside = [each for pattern in _BESIDE for each in sorted(file.parent.glob(pattern))]
     times = [(each.name, each.stat().st_mtime_ns) for each in beside]
-    key = hashlib.sha256(
-        repr((_VERSION, str(file), about.st_size, about.st_mtime_ns, times, tokenizer)).encode()
-    ).hexdigest()
+    key = hashlib.sha256(repr((_VERSION, str(file), about, times, tokenizer)).encode()).hexdigest()
     for base in directories(CACHE.with_name("gguf"), "gguf"):
         directory = base / f"{file.stem}-{key[:16]}"
         try:
@@ -63,7 +66,7 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
         except OSError:
             continue  # a cache that cannot be written
         try:
-            _write(file, unfinished, tokenizer=tokenizer and not (file.parent / "tokenizer.json").is_file())
+            _write(parts, unfinished, tokenizer=tokenizer and not (file.parent / "tokenizer.json").is_file())
             for each in beside:
                 shutil.copyfile(each, unfinished / each.name)
             if not directory.is_dir():
@@ -74,39 +77,67 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
     raise CheckpointError(f"{file}: neither {CACHE.parent} nor the directory for temporary files can be written")
 
 
-def _write(file: Path, directory: Path, *, tokenizer: bool) -> None:
+def _parts(file: Path) -> list[Path]:
+    """The files that together are this one.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    name = _PART.fullmatch(file.stem)
+    if name is None:
+        return [file]
+    count = int(name[2])
+    parts = [file.with_name(f"{name[1]}-{number:05d}-of-{name[2]}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
+        raise CheckpointError(f"{file}: one of {count} parts, of which {', '.join(missing[:3])} is missing")
+    return parts
+
+
+def _opened(file: Path) -> GGUFReader:
     try:
-        reader = GGUFReader(file)
+        return GGUFReader(file)
     except (ValueError, LookupError, OSError) as error:
         raise CheckpointError(f"{file}: not a readable GGUF file ({error})") from None
-    metadata = {name: _exact(field.contents()) for name, field in reader.fields.items() if not _is_long(field)}
-    if metadata.get("split.count", 1) > 1:
-        raise CheckpointError(f"{file}: one of {metadata['split.count']} parts; join them: llama-gguf-split --merge")
-    found = {
-        tensor.name: Place(
-            tensor.name,
-            tensor.tensor_type.name,
-            [int(size) for size in reversed(tensor.shape.tolist())],
-            int(tensor.data_offset),
-            int(tensor.n_bytes),
-        )
-        for tensor in reader.tensors
-    }
-    if any(place.offset + place.size > file.stat().st_size for place in found.values()):
-        raise CheckpointError(f"{file}: ends before its tensors do; an incomplete download?")
-    factors = next((t.data.tolist() for t in reader.tensors if t.name == "rope_freqs.weight"), None)
+
+
+def _found(file: Path, reader: GGUFReader, part: int) -> dict[str, Place]:
+    """Where the tensors of one file are, by their names."""
+    found = {}
+    for tensor in reader.tensors:
+        shape, offset, size = tensor.shape.tolist(), int(tensor.data_offset), int(tensor.n_bytes)
+        place = Place(tensor.name, tensor.tensor_type.name, [int(size) for size in reversed(shape)], offset, size)
+        if offset + size > file.stat().st_size:
+            raise CheckpointError(f"{file}: ends before its tensors do; an incomplete download?")
+        found[tensor.name] = place._replace(part=part)
+    return found
+
+
+def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
+    file, readers = parts[0], [_opened(part) for part in parts]
+    metadata = {name: _exact(field.contents()) for name, field in readers[0].fields.items() if not _is_long(field)}
+    if metadata.get("split.count", 1) > len(parts):
+        count = metadata["split.count"]
+        raise CheckpointError(f"{file}: one of {count} parts; name it ...-00001-of-{count:05d}.gguf, as all parts")
+    found: dict[str, Place] = {}
+    for part, reader in enumerate(readers):
+        found |= _found(parts[part], reader, part)
+    every = (tensor for reader in readers for tensor in reader.tensors)
+    factors = next((tensor.data.tolist() for tensor in every if tensor.name == "rope_freqs.weight"), None)
     config = _config(metadata, found, factors, str(file))
     pairs = {}
     if metadata["general.architecture"] == "llama":
         pairs = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    named = places(found, pairs, str(file))
+    named = places(found, metadata["general.architecture"], pairs, str(file))
     ends = [int(metadata[key]) for key in _ENDS if key in metadata]
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     if ends:
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
     if tokenizer:
         _write_tokenizer(file, directory, metadata)
-    (directory / INDEX).write_text(json.dumps({"file": str(file), "tensors": named}), encoding="utf-8")
+    (directory / INDEX).write_text(
+        json.dumps({"files": [str(part) for part in parts], "tensors": named}), encoding="utf-8"
+    )
 
 
 def _exact(value: Any) -> Any:
@@ -167,9 +198,27 @@ def _config(
             "moe_intermediate_size": value("expert_feed_forward_length"),
             "norm_topk_prob": True,  # as llama.cpp computes it; the file does not say
         }
+    elif kind == "gemma3":
+        config |= _gemma3(config, value)
     elif any("_exps" in name for name in found):
         raise CheckpointError(f"{source}: experts in the architecture {kind} are not supported in GGUF")
     return config
+
+
+def _gemma3(config: Mapping[str, Any], value: Callable[..., Any]) -> dict[str, Any]:
+    """Windows, their RoPE and scales. What files do not say is as in all of Google's models."""
+    largest = 62  # layers of the model of 27 billion parameters, whose queries are scaled by the mean size of a head
+    sizes = config["hidden_size"] // config["num_attention_heads"], config["head_dim"]
+    pattern, layers = value("attention.sliding_window_pattern", 6), config["num_hidden_layers"]
+    is_windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    local = {"rope_type": "default", "rope_theta": float(value("rope.freq_base_swa", 1e4))}
+    return {
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "sliding_window": value("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in is_windowed],
+        "query_pre_attn_scalar": sizes[0] if layers == largest else sizes[1],
+        "final_logit_softcapping": value("final_logit_softcapping", 0.0),
+    }
 
 
 def _rope(

@@ -45,6 +45,11 @@ _PARTS = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+_GEMMA3_PARTS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 INT4 = "Q4_0"  # what other kernels compute too
@@ -56,6 +61,8 @@ class Place(NamedTuple):
     """Where a tensor is: its name and type in the file, its shape, the first byte and how many there are.
 
     pairs: heads whose rows are stored with RoPE's pairs side by side; 0: none are.
+    part: the number of its file, from 0.
+    more: what the file adds to each number. Gemma's norms multiply by 1 + weight, and the file has the sum.
     """
 
     key: str
@@ -64,29 +71,35 @@ class Place(NamedTuple):
     offset: int
     size: int
     pairs: int = 0
+    part: int = 0
+    more: float = 0.0
 
 
-def places(found: Mapping[str, Place], pairs: Mapping[str, int], source: str) -> dict[str, Place]:
+def places(found: Mapping[str, Place], kind: str, pairs: Mapping[str, int], source: str) -> dict[str, Place]:
     """The tensors by our names. found: by theirs. pairs: the heads of parts whose rows are in llama.cpp's order.
+
+    kind: the architecture, as the file has it.
 
     Raises:
         CheckpointError: a tensor that is not known.
     """
     named: dict[str, Place] = {}
-    for key, place in found.items():
+    parts = _PARTS | (_GEMMA3_PARTS if kind == "gemma3" else {})
+    for key, stored in found.items():
         block = _BLOCK.fullmatch(key)
-        base, _, kind = key.rpartition(".")
+        base, _, suffix = key.rpartition(".")
+        place = stored._replace(more=1.0 if kind == "gemma3" and base.endswith("norm") else 0.0)
         if key in UNUSED:
             continue
         if base in _NAMES:
-            named[f"{_NAMES[base]}.{kind}"] = place
+            named[f"{_NAMES[base]}.{suffix}"] = place
         elif block is not None and block[2] in _EXPERTS:
             for expert in range(place.shape[0]):
                 size = place.size // place.shape[0]
                 one = place._replace(shape=place.shape[1:], offset=place.offset + expert * size, size=size)
                 named[f"model.layers.{block[1]}.mlp.experts.{expert}.{_EXPERTS[block[2]]}.{block[3]}"] = one
-        elif block is not None and block[2] in _PARTS:
-            named[f"model.layers.{block[1]}.{_PARTS[block[2]]}.{block[3]}"] = place._replace(
+        elif block is not None and block[2] in parts:
+            named[f"model.layers.{block[1]}.{parts[block[2]]}.{block[3]}"] = place._replace(
                 pairs=pairs.get(block[2], 0)
             )
         else:
@@ -94,10 +107,10 @@ def places(found: Mapping[str, Place], pairs: Mapping[str, int], source: str) ->
     return named
 
 
-def read_index(directory: Path) -> tuple[Path, dict[str, Place]]:
-    """The GGUF file that a directory stands for, and the places of its tensors by our names."""
+def read_index(directory: Path) -> tuple[list[Path], dict[str, Place]]:
+    """The parts of the GGUF file that a directory stands for, and the places of its tensors by our names."""
     index: dict[str, Any] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-    return Path(index["file"]), {name: Place(*values) for name, values in index["tensors"].items()}
+    return [Path(file) for file in index["files"]], {name: Place(*values) for name, values in index["tensors"].items()}
 
 
 def _bytes(file: Path, place: Place) -> np.ndarray[Any, Any]:
@@ -108,7 +121,7 @@ def say_types(directory: Path, *, native: bool) -> None:
     """Say how matrices are computed, by type. native: by kernels for a CPU, which multiply blocks as they are."""
     if not (directory / INDEX).is_file():
         return
-    file, found = read_index(directory)
+    (file, *_), found = read_index(directory)
     types = {place.type for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name}
     as_they_are = types & ({*FORMATS} if native else {INT4})
     others = sorted(types - as_they_are - {*_FLOATS})
@@ -143,6 +156,7 @@ def read(file: Path, place: Place) -> Tensor:
 
         kind = GGMLQuantizationType[place.type]
         tensor = torch.from_numpy(dequantize(raw.reshape(*place.shape[:-1], -1), kind).reshape(place.shape))
+    tensor = tensor - place.more if place.more else tensor
     return tensor if not place.pairs else tensor[_rows(place)]
 
 
