@@ -73,7 +73,8 @@ def train_head(
 
     with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
+        schedule, is_warm = Schedule.of(recipe.steps, recipe.peak), start is not None
+        train(Job(recipe.kind, new.head, directory, schedule, loss, evaluate, inputs, warm=is_warm))
     return new
 
 

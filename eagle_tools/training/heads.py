@@ -62,6 +62,7 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
         **layer_keys(target.config, intermediate_size),
         "draft_vocab_size": count,
         "target_hidden_size": target.config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(boundaries),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [boundary - 1 for boundary in boundaries],  # as layer outputs
             "use_aux_hidden_state": True,

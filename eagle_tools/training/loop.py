@@ -91,6 +91,7 @@ class Job:
 
     inputs: what the result depends on besides the number of steps, in plain values. A checkpoint from other inputs is
         not continued.
+    warm: the weights are those of a trained head, so one that gets no gradient is not random.
     """
 
     name: str
@@ -102,22 +103,26 @@ class Job:
     inputs: Mapping[str, Any]
     log_every: int = 10
     save_every: int = 100
+    warm: bool = False
 
 
 def train(job: Job) -> History:
     """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one.
 
     Raises:
-        ValueError: the checkpoint is of a training from other inputs, or of more steps.
+        ValueError: the checkpoint is of a training from other inputs, or of more steps; or some weights were not
+            trained.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
     optimizers, history = Optimizers.of(job.model), History()
-    first = _resume(job, optimizers, history)
+    untouched = {name for name, p in job.model.named_parameters() if p.requires_grad}
+    first = _resume(job, optimizers, history, untouched)
     bar = tqdm(range(first, job.schedule.steps), initial=first, total=job.schedule.steps, desc=job.name, unit="step")
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     for step in bar:
         loss, numbers = job.loss(step)
         loss.backward()
+        _note_gradients(job.model, untouched)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizers.step(job.schedule.rate(step))
         if step % job.log_every == 0:
@@ -126,9 +131,18 @@ def train(job: Job) -> History:
             bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
         if (step + 1) % job.save_every == 0 or step + 1 == job.schedule.steps:
             history.add(step + 1, job.evaluate())
-            _save(job, optimizers, history, step + 1)
+            _save(job, optimizers, history, step + 1, untouched)
             plot(history, job.directory / f"{job.name}-loss.png", job.name)
+    if untouched and not job.warm:
+        raise ValueError(f"{job.name}: {', '.join(sorted(untouched))}: never got a gradient, so it is as it began")
     return history
+
+
+def _note_gradients(model: nn.Module, untouched: set[str]) -> None:
+    """Remove from `untouched` the parameters that have a gradient now. After the first steps nothing is left."""
+    if untouched:
+        gradients = {name: p.grad for name, p in model.named_parameters() if name in untouched}
+        untouched -= {name for name, grad in gradients.items() if grad is not None and bool(grad.any())}
 
 
 def plot(history: History, path: Path, title: str) -> None:
@@ -163,9 +177,10 @@ def _checkpoint(job: Job) -> Path:
     return job.directory / f"{job.name}-checkpoint.pt"
 
 
-def _save(job: Job, optimizers: Optimizers, history: History, step: int) -> None:
+def _save(job: Job, optimizers: Optimizers, history: History, step: int, untouched: set[str]) -> None:
     trained = {name: p.detach() for name, p in job.model.named_parameters() if p.requires_grad}
     state = {"step": step, "inputs": dict(job.inputs), "model": trained, "optimizers": optimizers.state_dict()}
+    state["untouched"] = sorted(untouched)
     temporary = _checkpoint(job).with_suffix(".tmp")
     torch.save(state, temporary)
     temporary.replace(_checkpoint(job))
@@ -188,12 +203,13 @@ def read_history(path: Path) -> History:
     return History({name: [(int(step), float(value)) for step, value in points] for name, points in curves.items()})
 
 
-def _resume(job: Job, optimizers: Optimizers, history: History) -> int:
+def _resume(job: Job, optimizers: Optimizers, history: History, untouched: set[str]) -> int:
     if not _checkpoint(job).is_file():
         return 0
     _check_checkpoint(job)
     state = restore(job.model, _checkpoint(job))
     optimizers.load_state_dict(state["optimizers"])
+    untouched &= set(state.get("untouched", ()))
     history.curves.update(read_history(job.directory / f"{job.name}-history.json").curves)
     return int(state["step"])
 

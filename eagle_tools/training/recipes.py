@@ -11,6 +11,8 @@ LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 EdgeName = Literal["none", "selector", "markov"]
 Weighting = Literal["decay", "dpace"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+Dialect = Literal["sglang", "speculators"]  # see `dialects`
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROW_LENGTH = 1023  # tokens of a window of token rows, less one
 
 

@@ -19,7 +19,15 @@ from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.block import train_block
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
 from eagle_tools.training.eagle3 import evaluate_head, train_head
-from eagle_tools.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
+from eagle_tools.training.export import (
+    convert_head,
+    export_demo,
+    export_demo_heads,
+    export_head,
+    export_target,
+    export_trained,
+    write_evaluation,
+)
 from eagle_tools.training.fingerprint import target_fingerprint
 from eagle_tools.training.heads import mean_head
 from eagle_tools.training.loop import read_history
@@ -176,6 +184,11 @@ def _demo(parsed: argparse.Namespace) -> None:
     _demo_heads(parsed)
 
 
+def _convert(parsed: argparse.Namespace) -> None:
+    convert_head(parsed.head, parsed.target, parsed.out, parsed.format)
+    print(f"{parsed.out}: written for {parsed.format}, and loaded again")
+
+
 def _demo_corpus(work: Path) -> Corpus:
     tokenizer = ensure_tokenizer(work / "tokenizer.json", VOCAB_SIZE)
     return standard_library(tokenizer, int(str(DEMO_TARGET["eos_token_id"])), work / "corpus.npz")
@@ -209,7 +222,7 @@ def _train_and_write(
         case BlockRecipe():
             export_head(train_block(target, data, recipe, training), out)
         case Recipe():
-            export_head(train_head(target, data, recipe, training, start), out)
+            export_trained(train_head(target, data, recipe, training, start), target, out)
     for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
         if name.startswith(("T=", "answers")):
             print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
@@ -223,6 +236,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "export": _export,
     "demo-heads": _demo_heads,
     **ROW_STAGES,
+    "convert": _convert,
     "eagle3": _head,
     "medusa": _medusa,
     "redrafter": _redrafter,
