@@ -187,6 +187,10 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         help="kl: soft-label cross-entropy; above temperature 0, tv: for chains, coupled: for trees (%(default)s)",
     )
     parser.add_argument(
+        "--accumulate", type=int, default=default.accumulate, help="such steps per update of the weights (%(default)s)"
+    )
+    parser.add_argument("--init", metavar="HEAD", help="directory or Hub id of a head to train on; it has all sizes")
+    parser.add_argument(
         "--sampled-texts",
         type=int,
         default=default.sampled_texts,
@@ -208,7 +212,6 @@ def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
     )
-    parser.add_argument("--init", metavar="HEAD", help="directory or Hub id of a head to train on; it has all sizes")
     parser.add_argument(
         "--temperatures",
         type=float,

@@ -22,6 +22,7 @@ from eagle_tools.training.block import NewBlock
 from eagle_tools.training.corpus import END_OF_TEXT, standard_library_files
 from eagle_tools.training.dialects import expressible, write_eagle3
 from eagle_tools.training.fingerprint import target_fingerprint
+from eagle_tools.training.head_card import BESIDE_A_HEAD
 from eagle_tools.training.heads import NewHead
 from eagle_tools.training.loop import read_history, restore
 from eagle_tools.training.model_card import CardFacts, HeadFacts, heads_card, model_card
@@ -137,9 +138,10 @@ def _check_trained_for(target: Path, *heads: Path) -> None:
 
 
 def _copy_files(source: Path, directory: Path) -> None:
+    """Copy the files of a checkpoint, without the card and curves of a training."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        if path.is_file():
+        if path.is_file() and path.name not in BESIDE_A_HEAD:
             shutil.copyfile(path, directory / path.name)
 
 

@@ -68,6 +68,26 @@ def counted_loss(name: LossName, probs: Tensor, logits: Tensor, counted: Tensor 
     return draft_loss(name, probs[counted], logits[counted])
 
 
+def served_length(hits: Tensor, counted: Tensor) -> float:
+    """Tokens per cycle of a server that writes the counted answers with chains of all steps.
+
+    hits, counted: as in `chain_rates`, of every row. The first cycle reads an answer's first token, which the prompt's
+    forward gave. Each next one begins behind the accepted drafts and the bonus. Where one token is left nothing is
+    drafted, and so it does not count.
+    """
+    accepted = (hits & counted).cumprod(0).sum(0)
+    tokens = cycles = 0
+    for lengths, predicts in zip(accepted.tolist(), counted[0].tolist(), strict=True):
+        row = 0
+        while row < len(predicts) - 1:
+            drafts = predicts[row] and predicts[row + 1]
+            following = row + (lengths[row] + 1 if drafts else 1)
+            cycles += drafts
+            tokens += sum(predicts[row:following]) if drafts else 0
+            row = following
+    return tokens / cycles if cycles else 1.0
+
+
 def chain_rates(hits: Tensor, counted: Tensor) -> tuple[list[float], float]:
     """(the share of hits of each step, mean tokens per target forward of chains), by `chains` that count.
 

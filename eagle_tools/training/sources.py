@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +63,8 @@ class OwnTexts:
 class CorpusTexts:
     """The windows of a training on text."""
 
+    accept_length: ClassVar[str] = "T=0 accept length"  # the evaluated number that chooses the weights
+
     corpus: Corpus
     samples: OwnTexts
     recipe: TextPlan
@@ -77,6 +79,8 @@ class CorpusTexts:
 @dataclass(frozen=True)
 class RowTexts:
     """The windows of a training on token rows."""
+
+    accept_length: ClassVar[str] = "answers accept length"
 
     rows: RowSet
     recipe: TextPlan

@@ -29,6 +29,7 @@ from eagle_tools.training.export import (
     write_evaluation,
 )
 from eagle_tools.training.fingerprint import target_fingerprint
+from eagle_tools.training.head_card import write_head_card
 from eagle_tools.training.heads import mean_head
 from eagle_tools.training.loop import read_history
 from eagle_tools.training.medusa import export_medusa, train_medusa
@@ -83,7 +84,7 @@ def _medusa(parsed: argparse.Namespace) -> None:
         shared_lm_head=parsed.shared_lm_head,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _redrafter(parsed: argparse.Namespace) -> None:
@@ -93,7 +94,7 @@ def _redrafter(parsed: argparse.Namespace) -> None:
         draft_layers=parsed.draft_layers,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _block(parsed: argparse.Namespace) -> None:
@@ -113,12 +114,14 @@ def _block(parsed: argparse.Namespace) -> None:
         anchors=parsed.anchors,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _common(parsed: argparse.Namespace) -> dict[str, Any]:
     """The settings of every recipe, from the options that every head's training has."""
-    names = ("steps", "peak", "texts", "sampled_texts", "loss")
+    names = ("steps", "peak", "texts", "sampled_texts", "loss", "accumulate")
+    if parsed.accumulate < 1:
+        raise ValueError("--accumulate should be at least 1")
     settings = {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
     if _has_rows(parsed):
         return {**settings, "sampled_texts": 0, "length": parsed.length or ROW_LENGTH}
@@ -216,14 +219,16 @@ def _train_and_write(
     training = out / "training"
     match recipe:
         case MedusaRecipe():
-            export_medusa(train_medusa(target, data, recipe, training), out)
+            export_medusa(train_medusa(target, data, recipe, training, start), out)
         case RedrafterRecipe():
-            export_head(train_redrafter(target, data, recipe, training), out)
+            export_head(train_redrafter(target, data, recipe, training, start), out)
         case BlockRecipe():
-            export_head(train_block(target, data, recipe, training), out)
+            export_head(train_block(target, data, recipe, training, start), out)
         case Recipe():
             export_trained(train_head(target, data, recipe, training, start), target, out)
-    for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
+    history = read_history(training / f"{recipe.kind}-history.json")
+    print(write_head_card(out, history, recipe.kind))
+    for name, points in history.curves.items():
         if name.startswith(("T=", "answers")):
             print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
     print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")

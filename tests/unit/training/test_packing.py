@@ -227,6 +227,26 @@ def test_the_command_line_trains_every_head_on_rows(
     for name, tensors in before.items():
         again = load_file(tmp_path / "head" / name)
         assert all(torch.equal(tensor, again[key]) for key, tensor in tensors.items())
+    curves = json.loads((tmp_path / "head" / "curves.json").read_text())
+    lengths = dict(curves["answers accept length"])
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"The weights of step {max(lengths, key=lengths.__getitem__)} were kept" in card and "curves.png" in card
+    assert (tmp_path / "head" / "curves.png").stat().st_size > 1000
+    further = [
+        *command[:-1],
+        str(tmp_path / "further"),
+        *sizes[:6],
+        "--init",
+        str(tmp_path / "head"),
+        "--accumulate",
+        "2",
+    ]
+    refused = {"eagle3": ["--ffn", "8"], "block": ["--layers", "1"], "medusa": ["--heads", "2"]}
+    assert main([*further, *refused.get(stage, ["--draft-layers", "1"])]) == 2
+    assert "they cannot be set" in capsys.readouterr().err
+    assert main([*further, "--peak", "1e-5"]) == 0
+    started = json.loads((tmp_path / "further" / "curves.json").read_text())
+    assert started["train loss"][0][1] < history["train loss"][0][1]
     text = tmp_path / "plain.txt"
     text.write_text("x")
     assert main([*command[:4], str(data), str(text), *command[5:]]) == 2
