@@ -166,8 +166,6 @@ def train_block(
     target: TargetModel, data: Corpus | RowSet, recipe: BlockRecipe, directory: Path, start: str | Path | None = None
 ) -> NewBlock:
     """Train a head in `directory`, or finish its training. `target` is frozen. start: see `eagle3.train_head`."""
-    if any(target.config.windows):
-        raise ValueError("heads cannot be trained for sliding-window targets yet")
     started = None if start is None else existing_block(target, start, recipe)
     key = None if started is None else weights_fingerprint(started.head)
     inputs, source = begin(target, data, recipe, directory, key)

@@ -42,8 +42,6 @@ def train_head(
         ValueError: too little text, another training in `directory`, or `start` is not what the recipe says.
         CheckpointError: `start` is no head for this target.
     """
-    if any(target.config.windows):
-        raise ValueError("heads cannot be trained for sliding-window targets yet")
     started = None if start is None else _started(target, recipe, start)
     key = None if started is None else weights_fingerprint(started.head)
     inputs, source = begin(target, data, recipe, directory, key)

@@ -88,12 +88,9 @@ def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
 
     Raises:
         CheckpointError: no head for this target, or not of this kind.
-        ValueError: the head has sliding windows.
     """
     head, published = trainable(target, path, "EAGLE" if kind == "eagle" else "EAGLE3")
     assert isinstance(head, Eagle3Head | EagleHead)
-    if any(head.config.windows):
-        raise ValueError(f"{path}: heads with sliding windows cannot be trained yet")
     return NewHead(head, published)
 
 

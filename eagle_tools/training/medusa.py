@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
@@ -30,6 +29,7 @@ from eagle_tools.training.recipes import LossName, MedusaRecipe
 from eagle_tools.training.rows.row_set import RowSet
 from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
+from eagle_tools.training.text_attention import TextAttention
 from eagle_tools.training.ttt import accuracies, by_start, chain_length
 
 HEAD_DECAY = 0.8
@@ -68,10 +68,9 @@ def medusa_lesson(target: TargetModel, window: Tensor, packing: Packing | None =
     seen = window[:, :-1]
     batch, length = seen.shape
     places = torch.arange(length, device=window.device).repeat(batch)
-    attention = DenseCausal(batch)
     if packing is not None:
-        places, attention = packing.positions()[:, :-1].reshape(-1), DenseCausal(batch, packing.bias(length))
-    hidden = target(seen.reshape(-1), places, attention).hidden
+        places = packing.positions()[:, :-1].reshape(-1)
+    hidden = target(seen.reshape(-1), places, TextAttention(batch, packing)).hidden
     probs = target.logits(hidden).float().softmax(-1)
     return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window, packing)
 

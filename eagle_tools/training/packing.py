@@ -34,16 +34,6 @@ class Packing:
         begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
         return places - torch.where(begins, places, 0).cummax(1).values
 
-    def strangers(self, rows: int) -> Tensor:
-        """Whether two of the first `rows` tokens are of different documents, bool [batch, rows, rows]."""
-        documents = self.documents[:, :rows]
-        return documents[:, :, None] != documents[:, None, :]
-
-    def bias(self, rows: int) -> Tensor:
-        """The causal mask of the first `rows` tokens within documents: 0 or -inf, float32 [batch, 1, rows, rows]."""
-        hidden = self.strangers(rows) | torch.ones_like(self.strangers(rows)).triu(1)
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -torch.inf)[:, None]
-
     def chains(self, steps: int) -> Tensor:
         """Whether each step of the chain that begins at each row counts, bool [steps, batch, length - 1]."""
         rows = self.documents.shape[1] - 2

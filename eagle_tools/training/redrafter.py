@@ -96,8 +96,6 @@ def train_redrafter(
     start: str | Path | None = None,
 ) -> NewRedrafter:
     """Train a head in `directory`, or finish its training. `target` is frozen. start: see `eagle3.train_head`."""
-    if any(target.config.windows):
-        raise ValueError("heads cannot be trained for sliding-window targets yet")
     started = None if start is None else existing_redrafter(target, start, recipe)
     key = None if started is None else weights_fingerprint(started.head)
     inputs, source = begin(target, data, recipe, directory, key)

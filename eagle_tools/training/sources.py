@@ -102,8 +102,10 @@ def begin(
         ValueError: too little text, or a training from other inputs is in `directory`.
     """
     if isinstance(data, RowSet):
-        if any(target.config.windows) or target.config.recurrent is not None:
-            raise ValueError("heads cannot be trained on token rows for sliding-window or recurrent targets yet")
+        if target.config.recurrent is not None:
+            raise ValueError("heads cannot be trained on token rows for recurrent targets yet")
+    elif any(target.config.windows):
+        raise ValueError("heads for sliding-window targets are trained on token rows; text files cannot be taken yet")
     elif len(data.held_out) < recipe.length + 2:
         raise ValueError(f"too little text: {len(data.held_out)} tokens are held out, a text has {recipe.length + 1}")
     inputs = training_inputs(target, data.key, recipe, start)

@@ -19,6 +19,7 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.block import BlockHead
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.block import new_block
+from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.heads import new_eagle, new_eagle3
 from eagle_tools.training.losses import draft_loss
 from eagle_tools.training.medusa import medusa_lesson, medusa_loss, new_heads
@@ -253,8 +254,10 @@ def test_the_command_line_trains_every_head_on_rows(
     assert "give one kind" in capsys.readouterr().err
 
 
-def test_a_hybrid_or_windowed_target_is_refused(tmp_path: Path) -> None:
+def test_a_windowed_target_is_trained_on_rows_and_not_on_text(tmp_path: Path) -> None:
     target = random_target()
     target.config = replace(target.config, windows=(8, 0, 0, 0))
-    with pytest.raises(ValueError, match="sliding-window or recurrent"):
-        begin(target, row_set(tmp_path, many_rows(20)), Recipe(), tmp_path / "out")
+    begin(target, row_set(tmp_path, many_rows(20)), Recipe(), tmp_path / "out")
+    text = np.zeros(400, dtype=np.uint16)
+    with pytest.raises(ValueError, match="are trained on token rows"):
+        begin(target, Corpus(text, text, "key"), Recipe(), tmp_path / "other")
