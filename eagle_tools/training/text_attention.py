@@ -20,6 +20,7 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
 from eagle_tools.training.packing import Packing
 
+LONG = 1024  # rows; scores of longer texts are computed again, not kept, as that costs time
 BLOCK = 256  # rows of queries; scores of a block are [heads, 256, length]
 Pair = tuple[Tensor, Tensor]  # keys, values [batch, kv_heads, length, head_dim]
 
@@ -46,9 +47,9 @@ class TextAttention(BoundAttention):
         return states
 
 
-def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), of which nothing but the results is kept: the backward pass computes it again."""
-    if not torch.is_grad_enabled():
+def recomputed(function: Callable[..., Any], *arguments: Any, large: bool) -> Any:
+    """function(*arguments). If it is `large`, nothing but the results is kept: the backward pass computes it again."""
+    if not (large and torch.is_grad_enabled()):
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False)
 
@@ -82,18 +83,18 @@ def in_blocks(
         seen = _seen(rows, columns, shift, window, packing, q.device)
         own = [x[:, :, rows] for pair in near for x in pair]
         parts = (queries[..., rows, :], *(x[:, :, columns] for x in prefix), seen, layer, *own)
-        found.append(_attended(*parts))
+        found.append(_attended(*parts, large=length > LONG))
     return torch.cat(found, dim=3).permute(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[1], -1)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, layer: LayerSpec, *own: Tensor) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, layer: LayerSpec, *own: Tensor, large: bool) -> Tensor:
     """The block's rows [batch, kv_heads, group, rows, value_dim]; by PyTorch's own attention where that can do it."""
     if not own and not layer.softcap and layer.sinks is None:
         heads = q.flatten(1, 2)
         out = F.scaled_dot_product_attention(heads, k, v, attn_mask=seen[:, None], scale=layer.scale, enable_gqa=True)
         grouped: Tensor = out.unflatten(1, q.shape[1:3])
         return grouped
-    mixed: Tensor = recomputed(_joined, q, k, v, seen, layer, *own)
+    mixed: Tensor = recomputed(_joined, q, k, v, seen, layer, *own, large=large)
     return mixed
 
 

@@ -25,6 +25,7 @@ from eagle_tools.training.recipes import LossName
 from eagle_tools.training.text_attention import TextAttention, by_text, in_blocks, recomputed
 
 PASS_DECAY = 0.8
+KEPT = 1 << 26  # logits; what is more is computed again in the backward pass, not kept
 CHUNK = 512  # rows of which distributions over the vocabulary exist at a time
 
 
@@ -146,11 +147,12 @@ def ttt_loss(head: DraftHead, lesson: Lesson, passes: int, loss: LossName = "kl"
     normed = list(_rolled(head, lesson, passes))
     counted = _counted_rows(lesson, passes)
     places = counted.long().cumsum(1) - 1  # each row's number among those that count, which `coupled` draws by
+    large = counted.numel() * len(lesson.teacher.draft_ids) > KEPT
     values, best = [], []
     for start in range(0, len(lesson.tokens), CHUNK):
         rows = slice(start, start + CHUNK)
         chunk = partial(_chunk_losses, head, lesson.teacher, loss, rows)
-        found = recomputed(chunk, places[:, rows], *(each[rows] for each in normed))
+        found = recomputed(chunk, places[:, rows], *(each[rows] for each in normed), large=large)
         values.append(found[0])
         best.append(found[1])
     kept = torch.where(counted[..., None], torch.cat(values, dim=1), 0.0)

@@ -65,6 +65,7 @@ def test_blocks_equal_the_dense_reference(
     settings: dict[str, Any], packing: Packing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_attention, "BLOCK", 4)
+    monkeypatch.setattr(text_attention, "LONG", 0)
     torch.manual_seed(0)
     layer = LayerSpec(0, 0.3, **settings)
     attention = RolloutAttention(BATCH, packing)
@@ -98,6 +99,7 @@ def test_the_loss_of_chunks_is_that_of_all_rows_at_once(loss: LossName, monkeypa
     expected = torch.autograd.grad(by_hand, [*new.head.parameters()])
     for chunk in (5, 512):
         monkeypatch.setattr(ttt, "CHUNK", chunk)
+        monkeypatch.setattr(ttt, "KEPT", 0 if chunk == 5 else ttt.KEPT)
         value, _ = ttt_loss(new.head, lesson, 3, loss)
         torch.testing.assert_close(value, by_hand, rtol=1e-5, atol=1e-5)
         for a, b in zip(torch.autograd.grad(value, [*new.head.parameters()]), expected, strict=True):
@@ -130,6 +132,8 @@ def _tensors(made: Any) -> Iterator[Tensor]:
 
 def test_no_tensor_grows_with_rows_times_vocabulary_or_rows_times_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttt, "CHUNK", 16)
+    monkeypatch.setattr(ttt, "KEPT", 0)
+    monkeypatch.setattr(text_attention, "LONG", 0)
     monkeypatch.setattr(text_attention, "BLOCK", 8)
     torch.manual_seed(0)
     target = random_target()
