@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle_tools import DEMO, require_extra
 from eagle_tools.training.recipes import (
     DEMO_HEAD,
+    DIALECTS,
     LOSS_NAMES,
     ROW_LENGTH,
     WEIGHTINGS,
@@ -96,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_regenerate_arguments(stage("regenerate", "let a served model answer conversations anew, as token rows"))
     _add_evaluate_arguments(stage("evaluate", "measure a served head on conversations: acceptance and tokens/s"))
     _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
+    convert = stage("convert", "write an EAGLE-3 head in the format of SGLang, or of speculators for vLLM")
+    convert.add_argument("--head", required=True, help="directory or Hub id of the head")
+    convert.add_argument("--target", required=True, help="directory or Hub id of its target")
+    convert.add_argument("--out", type=Path, required=True, help="where it is written")
+    convert.add_argument("--format", choices=DIALECTS, required=True, help="sglang, or speculators, which vLLM reads")
     _add_head_arguments(stage("eagle3", "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", "train a ReDrafter head for a dense target"))
@@ -181,6 +187,10 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         help="kl: soft-label cross-entropy; above temperature 0, tv: for chains, coupled: for trees (%(default)s)",
     )
     parser.add_argument(
+        "--accumulate", type=int, default=default.accumulate, help="such steps per update of the weights (%(default)s)"
+    )
+    parser.add_argument("--init", metavar="HEAD", help="directory or Hub id of a head to train on; it has all sizes")
+    parser.add_argument(
         "--sampled-texts",
         type=int,
         default=default.sampled_texts,
@@ -202,7 +212,6 @@ def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
     )
-    parser.add_argument("--init", metavar="HEAD", help="directory or Hub id of a head to train on; it has all sizes")
     parser.add_argument(
         "--temperatures",
         type=float,

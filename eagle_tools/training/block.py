@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_tools.training.corpus import Corpus
-from eagle_tools.training.heads import default_boundaries, layer_keys
+from eagle_tools.training.fingerprint import weights_fingerprint
+from eagle_tools.training.heads import default_boundaries, layer_keys, refuse_sizes, trainable
 from eagle_tools.training.loop import Job, Schedule, train
 from eagle_tools.training.losses import coupled_acceptance, overlap
 from eagle_tools.training.packed_blocks import BlockScores, block_loss, block_scores, drawn_anchors
@@ -36,6 +37,10 @@ from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import Lesson, teach
 
 _CONVOLUTION = (2, 16)  # DFlash 2's taps, and the channels that share a kernel
+_SIZES = (  # fields of the recipe that a head to start from has
+    *("layers", "block_size", "next_token", "causal", "edges", "rank", "confidence", "boundaries"),
+    *("intermediate_size", "mask_token_id"),
+)
 _EVALUATED = 4  # texts per forward
 _EVALUATED_BLOCKS = 64  # of each text
 
@@ -141,14 +146,35 @@ def _published(
     return {"architectures": ["Qwen3DSparkModel"], **layers, **places, **flags, **confidence, **markov}
 
 
-def train_block(target: TargetModel, data: Corpus | RowSet, recipe: BlockRecipe, directory: Path) -> NewBlock:
-    """Train a head in `directory`, or finish its training. `target` is frozen."""
-    if any(target.config.windows):
-        raise ValueError("heads cannot be trained for sliding-window targets yet")
-    inputs, source = begin(target, data, recipe, directory)
+def existing_block(target: TargetModel, start: str | Path, recipe: BlockRecipe) -> NewBlock:
+    """The block drafter of a directory or Hub id, to train it further.
+
+    Raises:
+        CheckpointError: no block drafter for this target.
+        ValueError: it has what cannot be trained, or the recipe sets its sizes.
+    """
+    refuse_sizes(start, recipe, _SIZES)
+    head, published = trainable(target, start, "DFLASH")
+    assert isinstance(head, BlockHead)
+    kind = "none" if head.edges is None else head.edges.kind
+    if kind in ("rnn", "gru") or head.block.draft_vocab_size != target.config.vocab_size or any(head.config.windows):
+        raise ValueError(f"{start}: recurrent edges, reduced vocabularies and sliding windows cannot be trained yet")
+    return NewBlock(head, published)
+
+
+def train_block(
+    target: TargetModel, data: Corpus | RowSet, recipe: BlockRecipe, directory: Path, start: str | Path | None = None
+) -> NewBlock:
+    """Train a head in `directory`, or finish its training. `target` is frozen. start: see `eagle3.train_head`."""
+    started = None if start is None else existing_block(target, start, recipe)
+    key = None if started is None else weights_fingerprint(started.head)
+    inputs, source = begin(target, data, recipe, directory, key)
     torch.manual_seed(0)
     mask = recipe.mask_token_id
-    new = new_block(target, recipe, rarest_token(target, _id_counts(target, data)) if mask is None else mask)
+    if started is None:
+        new = new_block(target, recipe, rarest_token(target, _id_counts(target, data)) if mask is None else mask)
+    else:
+        new, recipe = started, replace(recipe, block_size=started.head.block.block_size)
     device, everything = target.embed.device, torch.arange(target.config.vocab_size, device=target.embed.device)
     lesson_of = torch.compile(teach) if recipe.compiled else teach
     loss_of = torch.compile(_step_loss) if recipe.compiled else _step_loss
@@ -172,12 +198,14 @@ def train_block(target: TargetModel, data: Corpus | RowSet, recipe: BlockRecipe,
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
         if isinstance(source, RowTexts):
-            return source.rows.evaluate(score)
+            return source.rows.evaluate(score, every_row=False)
         return evaluate_block(target, new.head, source.corpus, source.samples, recipe)
 
     with warnings.catch_warnings():  # rows are bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
+        schedule, is_warm = Schedule.of(recipe.steps, recipe.peak), start is not None
+        job = Job(recipe.kind, new.head, directory, schedule, loss, evaluate, inputs, warm=is_warm)
+        train(replace(job, best_by=source.accept_length, accumulate=recipe.accumulate))
     return new
 
 

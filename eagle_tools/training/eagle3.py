@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from eagle_tools.training.heads import (
     frequent_ids,
     new_eagle,
     new_eagle3,
+    refuse_sizes,
 )
 from eagle_tools.training.loop import Job, Schedule, train
 from eagle_tools.training.packing import Packing
@@ -40,8 +42,6 @@ def train_head(
         ValueError: too little text, another training in `directory`, or `start` is not what the recipe says.
         CheckpointError: `start` is no head for this target.
     """
-    if any(target.config.windows):
-        raise ValueError("heads cannot be trained for sliding-window targets yet")
     started = None if start is None else _started(target, recipe, start)
     key = None if started is None else weights_fingerprint(started.head)
     inputs, source = begin(target, data, recipe, directory, key)
@@ -73,7 +73,9 @@ def train_head(
 
     with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
+        schedule, is_warm = Schedule.of(recipe.steps, recipe.peak), start is not None
+        job = Job(recipe.kind, new.head, directory, schedule, loss, evaluate, inputs, warm=is_warm)
+        train(replace(job, best_by=source.accept_length, accumulate=recipe.accumulate))
     return new
 
 
@@ -127,6 +129,5 @@ def _draft_ids(target: TargetModel, data: Corpus | RowSet, recipe: Recipe) -> Te
 
 
 def _started(target: TargetModel, recipe: Recipe, start: str | Path) -> NewHead:
-    if recipe.draft_vocab or recipe.intermediate_size or recipe.boundaries:
-        raise ValueError(f"{start}: a head to start from has its vocabulary, width and aux layers; they cannot be set")
+    refuse_sizes(start, recipe, ("draft_vocab", "intermediate_size", "boundaries"))
     return existing_head(target, start, recipe.kind)

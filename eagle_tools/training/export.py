@@ -10,16 +10,24 @@ from pathlib import Path
 
 import torch
 
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_family_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.checkpoints.weights import resolve_checkpoint
+from eagle_server.models.config_json import read_config
+from eagle_server.models.drafts.eagle3 import Eagle3Head
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.block import NewBlock
 from eagle_tools.training.corpus import END_OF_TEXT, standard_library_files
+from eagle_tools.training.dialects import expressible, write_eagle3
 from eagle_tools.training.fingerprint import target_fingerprint
+from eagle_tools.training.head_card import BESIDE_A_HEAD
 from eagle_tools.training.heads import NewHead
 from eagle_tools.training.loop import read_history, restore
 from eagle_tools.training.model_card import CardFacts, HeadFacts, heads_card, model_card
 from eagle_tools.training.prompts import write_prompts
+from eagle_tools.training.recipes import Dialect
 from eagle_tools.training.redrafter import NewRedrafter
 from eagle_tools.training.target import DEMO_TARGET, build_target
 
@@ -48,6 +56,35 @@ def export_target(work: Path, directory: Path) -> None:
 def export_head(new: NewHead | NewRedrafter | NewBlock, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a trained head: config.json and model.safetensors."""
     save_checkpoint(new.head, directory, new.config_json, dtype)
+
+
+def export_trained(new: NewHead, target: TargetModel, directory: Path) -> None:
+    """Write a trained EAGLE head as SGLang reads it, or vLLM, or else in the format it had before."""
+    dialect = expressible(new.head, target) if isinstance(new.head, Eagle3Head) else None
+    if dialect is None:
+        export_head(new, directory)
+    else:
+        assert isinstance(new.head, Eagle3Head)
+        write_eagle3(new.head, new.config_json, target, directory, dialect)
+
+
+def convert_head(source: str, target_path: str, directory: Path, dialect: Dialect) -> None:
+    """Write an EAGLE-3 head of a directory or Hub id anew, as the reader of a dialect takes it.
+
+    Raises:
+        CheckpointError: no EAGLE-3 head for this target.
+        DialectError: the dialect cannot hold it.
+        ValueError: `directory` is where the head is.
+    """
+    head_files, target_files = resolve_checkpoint(source), resolve_checkpoint(target_path)
+    if directory.resolve() == head_files.resolve():
+        raise ValueError(f"{directory}: holds the head itself; choose another --out")
+    how = Loading(pack=False)
+    target = load_family_target(target_files, how)
+    head = load_draft(head_files, target, how, algorithm="EAGLE3")
+    assert isinstance(head, Eagle3Head)
+    verifier = {"name_or_path": target_path, "architectures": read_config(target_files).get("architectures")}
+    write_eagle3(head, read_config(head_files), target, directory, dialect, target.embed.dtype, verifier)
 
 
 def write_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
@@ -101,9 +138,10 @@ def _check_trained_for(target: Path, *heads: Path) -> None:
 
 
 def _copy_files(source: Path, directory: Path) -> None:
+    """Copy the files of a checkpoint, without the card and curves of a training."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        if path.is_file():
+        if path.is_file() and path.name not in BESIDE_A_HEAD:
             shutil.copyfile(path, directory / path.name)
 
 

@@ -18,7 +18,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
-from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.interface import DraftModel, TargetWeights
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_tools.training.recipes import Kind
@@ -62,6 +62,7 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
         **layer_keys(target.config, intermediate_size),
         "draft_vocab_size": count,
         "target_hidden_size": target.config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(boundaries),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [boundary - 1 for boundary in boundaries],  # as layer outputs
             "use_aux_hidden_state": True,
@@ -87,16 +88,35 @@ def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
 
     Raises:
         CheckpointError: no head for this target, or not of this kind.
-        ValueError: the head has sliding windows.
     """
-    algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE" if kind == "eagle" else "EAGLE3"
+    head, published = trainable(target, path, "EAGLE" if kind == "eagle" else "EAGLE3")
+    assert isinstance(head, Eagle3Head | EagleHead)
+    return NewHead(head, published)
+
+
+def trainable(
+    target: TargetModel, path: str | Path, algorithm: Literal["EAGLE", "EAGLE3", "DFLASH", "MEDUSA", "REDRAFTER"]
+) -> tuple[DraftModel, dict[str, Any]]:
+    """The head of a checkpoint directory or Hub id with gradients, and its config.json; {}: it has none.
+
+    Raises:
+        CheckpointError: no head for this target, or not of this algorithm.
+    """
     directory, context = resolve_checkpoint(path), target.rope.cos.shape[0]
     head = load_draft(directory, target, Loading(context=context, progress=False, pack=False), algorithm=algorithm)
-    assert isinstance(head, Eagle3Head | EagleHead)
-    if any(head.config.windows):
-        raise ValueError(f"{path}: heads with sliding windows cannot be trained yet")
     head.requires_grad_(requires_grad=True).train()
-    return NewHead(head, read_config(directory))
+    return head, read_config(directory) if (directory / "config.json").is_file() else {}
+
+
+def refuse_sizes(start: str | Path, recipe: Any, names: Sequence[str]) -> None:
+    """Refuse a recipe, a dataclass, that sets a size of the head that it starts from.
+
+    Raises:
+        ValueError: one of the fields `names` is not the default.
+    """
+    default = type(recipe)()
+    if changed := [name for name in names if getattr(recipe, name) != getattr(default, name)]:
+        raise ValueError(f"{start}: a head to start from has its own sizes; they cannot be set: {', '.join(changed)}")
 
 
 def mean_head(target: TargetModel, paths: Sequence[Path], kind: Kind) -> NewHead:

@@ -91,6 +91,9 @@ class Job:
 
     inputs: what the result depends on besides the number of steps, in plain values. A checkpoint from other inputs is
         not continued.
+    warm: the weights are those of a trained head, so one that gets no gradient is not random.
+    best_by: the number of `evaluate` by whose maximum the weights are chosen that stay; None: the last ones stay.
+    accumulate: losses per step. Their gradients are averaged; `loss` counts all of them.
     """
 
     name: str
@@ -102,33 +105,93 @@ class Job:
     inputs: Mapping[str, Any]
     log_every: int = 10
     save_every: int = 100
+    warm: bool = False
+    best_by: str | None = None
+    accumulate: int = 1
+
+
+@dataclass
+class Progress:
+    """Where a training stands, besides its weights.
+
+    untouched: the parameters that got no gradient yet. best: {"value", "model"} of the best weights so far, on the CPU.
+    """
+
+    untouched: set[str]
+    step: int = 0
+    best: dict[str, Any] | None = None
+
+    def keep_best(self, model: nn.Module, value: float) -> None:
+        """Copy the weights if `value` is the highest so far."""
+        if self.best is None or value > self.best["value"]:
+            weights = {name: value.to("cpu", copy=True) for name, value in _trained(model).items()}
+            self.best = {"value": value, "model": weights}
 
 
 def train(job: Job) -> History:
     """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one.
 
     Raises:
-        ValueError: the checkpoint is of a training from other inputs, or of more steps.
+        ValueError: the checkpoint is of a training from other inputs, or of more steps; or some weights were not
+            trained.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
     optimizers, history = Optimizers.of(job.model), History()
-    first = _resume(job, optimizers, history)
+    progress = Progress(set(_trained(job.model)))
+    _resume(job, optimizers, history, progress)
+    first = progress.step
     bar = tqdm(range(first, job.schedule.steps), initial=first, total=job.schedule.steps, desc=job.name, unit="step")
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     for step in bar:
-        loss, numbers = job.loss(step)
-        loss.backward()
+        loss, numbers = _backward(job, step)
+        _note_gradients(job.model, progress.untouched)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizers.step(job.schedule.rate(step))
         if step % job.log_every == 0:
-            values = {"train loss": float(loss.detach()), **numbers}
+            values = {"train loss": float(loss), **numbers}
             history.add(step, values)
             bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
         if (step + 1) % job.save_every == 0 or step + 1 == job.schedule.steps:
-            history.add(step + 1, job.evaluate())
-            _save(job, optimizers, history, step + 1)
+            progress.step, found = step + 1, job.evaluate()
+            history.add(step + 1, found)
+            if job.best_by is not None:
+                progress.keep_best(job.model, found[job.best_by])
+            _save(job, optimizers, history, progress)
             plot(history, job.directory / f"{job.name}-loss.png", job.name)
+    if progress.untouched and not job.warm:
+        names = ", ".join(sorted(progress.untouched))
+        raise ValueError(f"{job.name}: {names}: never got a gradient, so it is as it began")
+    if progress.best is not None:
+        _put(job.model, progress.best["model"])
     return history
+
+
+def best_point(history: History, name: str) -> tuple[int, float]:
+    """(step, value) of the first highest value of a curve."""
+    return max(history.curves[name], key=lambda point: point[1])
+
+
+def _backward(job: Job, step: int) -> tuple[Tensor, dict[str, float]]:
+    """The mean of the losses of a step, whose gradients are added up, and the last one's numbers."""
+    total = torch.zeros(())
+    numbers: dict[str, float] = {}
+    for part in range(step * job.accumulate, (step + 1) * job.accumulate):
+        loss, numbers = job.loss(part)
+        (loss / job.accumulate).backward()
+        total = total.to(loss.device) + loss.detach() / job.accumulate
+    return total, numbers
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _note_gradients(model: nn.Module, untouched: set[str]) -> None:
+    """Remove from `untouched` the parameters that have a gradient now. After the first steps nothing is left."""
+    if untouched:
+        gradients = {name: p.grad for name, p in model.named_parameters() if name in untouched}
+        untouched -= {name for name, grad in gradients.items() if grad is not None and bool(grad.any())}
 
 
 def plot(history: History, path: Path, title: str) -> None:
@@ -163,9 +226,15 @@ def _checkpoint(job: Job) -> Path:
     return job.directory / f"{job.name}-checkpoint.pt"
 
 
-def _save(job: Job, optimizers: Optimizers, history: History, step: int) -> None:
-    trained = {name: p.detach() for name, p in job.model.named_parameters() if p.requires_grad}
-    state = {"step": step, "inputs": dict(job.inputs), "model": trained, "optimizers": optimizers.state_dict()}
+def _save(job: Job, optimizers: Optimizers, history: History, progress: Progress) -> None:
+    state = {
+        "step": progress.step,
+        "inputs": dict(job.inputs),
+        "model": _trained(job.model),
+        "optimizers": optimizers.state_dict(),
+        "untouched": sorted(progress.untouched),
+        "best": progress.best,
+    }
     temporary = _checkpoint(job).with_suffix(".tmp")
     torch.save(state, temporary)
     temporary.replace(_checkpoint(job))
@@ -175,11 +244,15 @@ def _save(job: Job, optimizers: Optimizers, history: History, step: int) -> None
 def restore(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
     """Load the parameters of `model` from a training checkpoint; returns the checkpoint."""
     state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in state["model"].items():
-            parameters[name].copy_(value)
+    _put(model, state["model"])
     return state
+
+
+@torch.no_grad()
+def _put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, value in weights.items():
+        parameters[name].copy_(value)
 
 
 def read_history(path: Path) -> History:
@@ -188,14 +261,15 @@ def read_history(path: Path) -> History:
     return History({name: [(int(step), float(value)) for step, value in points] for name, points in curves.items()})
 
 
-def _resume(job: Job, optimizers: Optimizers, history: History) -> int:
+def _resume(job: Job, optimizers: Optimizers, history: History, progress: Progress) -> None:
     if not _checkpoint(job).is_file():
-        return 0
+        return
     _check_checkpoint(job)
     state = restore(job.model, _checkpoint(job))
     optimizers.load_state_dict(state["optimizers"])
+    progress.step, progress.best = int(state["step"]), state.get("best")
+    progress.untouched &= set(state.get("untouched", ()))
     history.curves.update(read_history(job.directory / f"{job.name}-history.json").curves)
-    return int(state["step"])
 
 
 def _check_checkpoint(job: Job) -> None:

@@ -5,7 +5,7 @@ vocabulary: its mass outside is not rescaled, so it counts as lost. A = sum min(
 
     kl       -sum p log q                   the cross-entropy: KL(p, q) plus a constant
     tv       1 - A                          the total variation distance
-    kl+tv    w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the mean over rows
+    kl+tv    w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the (weighted) mean over rows
     coupled  P(the draft's best k tokens miss y), y from p, ranked with the noise of the draw y; mean over k = 1..4
     dspark   0.1 * kl + 1.8 * tv            DSpark's 0.1 CE + 0.9 |p - q|, with p in the place of the token that came
 
@@ -35,7 +35,29 @@ def draft_loss(name: LossName, probs: Tensor, logits: Tensor, weights: Tensor | 
     probs: float32, the target's probabilities of the draft vocabulary. They sum to 1, or less if it is reduced.
     weights: of the rows, [..]; None: all are equal.
     """
-    return weighted_mean(_LOSSES[name](probs, logits.log_softmax(-1)), weights)
+    values = row_losses(name, probs, logits)
+    return combined_loss(name, torch.stack([weighted_mean(term, weights) for term in values.unbind(-1)]))
+
+
+def row_losses(name: LossName, probs: Tensor, logits: Tensor, places: Tensor | None = None) -> Tensor:
+    """The terms of a loss for each row, [.., terms], of which `combined_loss` takes the means.
+
+    places: the number of each row, int64 [..], by which `coupled` draws; None: they are counted here.
+    """
+    logp = logits.log_softmax(-1)
+    if name == "coupled":
+        return _coupled(probs, logp, places)[..., None]
+    return torch.stack([term(probs, logp) for term in _TERMS[name]], dim=-1)
+
+
+def combined_loss(name: LossName, means: Tensor) -> Tensor:
+    """The loss, a scalar, of the means [terms] of `row_losses`."""
+    if name == "kl+tv":
+        weight = torch.exp(_HYBRID_DECAY * (means[1].detach() - 1))
+        return weight * means[0] + (1 - weight) * means[1]
+    if name == "dspark":
+        return 0.1 * means[0] + 1.8 * means[1]
+    return means[0]
 
 
 def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
@@ -80,36 +102,27 @@ def _total_variation(probs: Tensor, logp: Tensor) -> Tensor:
     return 1 - overlap(probs, logp.exp())
 
 
-def _hybrid(probs: Tensor, logp: Tensor) -> Tensor:
-    distance = _total_variation(probs, logp)
-    weight = torch.exp(_HYBRID_DECAY * (distance.detach().mean() - 1))
-    return weight * _cross_entropy(probs, logp) + (1 - weight) * distance
-
-
-def _coupled(probs: Tensor, logp: Tensor) -> Tensor:
-    missed = 1 - coupled_acceptance(probs, logp.exp(), spread_draws(probs))
+def _coupled(probs: Tensor, logp: Tensor, places: Tensor | None) -> Tensor:
+    missed = 1 - coupled_acceptance(probs, logp.exp(), spread_draws(probs, places))
     return torch.stack([missed**children for children in range(1, _CHILDREN + 1)]).mean(0)
 
 
-def _dspark(probs: Tensor, logp: Tensor) -> Tensor:
-    return 0.1 * _cross_entropy(probs, logp) + 1.8 * _total_variation(probs, logp)
-
-
-def spread_draws(probs: Tensor) -> Tensor:
+def spread_draws(probs: Tensor, places: Tensor | None = None) -> Tensor:
     """One draw from `probs` [.., Vd] per row, by evenly spread quantiles: int64 [..], Vd for the mass outside.
 
-    Row i has the quantile i * 0.618.. mod 1. No random state is needed, so a resumed training draws the same.
+    Row i, or the row with place i, has the quantile i * 0.618.. mod 1. No random state is needed, so a resumed training
+    draws the same.
     """
-    rows = probs.shape[:-1].numel()
-    quantiles = (torch.arange(rows, device=probs.device, dtype=torch.float64) * _GOLDEN) % 1.0
+    if places is None:
+        places = torch.arange(probs.shape[:-1].numel(), device=probs.device)
+    quantiles = (places.double() * _GOLDEN) % 1.0
     reached = probs.cumsum(-1) <= quantiles.float().view(*probs.shape[:-1], 1)
     return reached.sum(-1)
 
 
-_LOSSES: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": _cross_entropy,
-    "tv": _total_variation,
-    "kl+tv": _hybrid,
-    "coupled": _coupled,
-    "dspark": _dspark,
+_TERMS: Mapping[LossName, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
+    "kl": (_cross_entropy,),
+    "tv": (_total_variation,),
+    "kl+tv": (_cross_entropy, _total_variation),
+    "dspark": (_cross_entropy, _total_variation),
 }

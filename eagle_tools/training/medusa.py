@@ -9,25 +9,27 @@ token that came. Its mean over texts is the same, but noisier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
+from eagle_tools.training.fingerprint import weights_fingerprint
+from eagle_tools.training.heads import refuse_sizes, trainable
 from eagle_tools.training.loop import Job, Schedule, train
 from eagle_tools.training.packing import Packing, counted_loss
 from eagle_tools.training.recipes import LossName, MedusaRecipe
 from eagle_tools.training.rows.row_set import RowSet
 from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
+from eagle_tools.training.text_attention import TextAttention
 from eagle_tools.training.ttt import accuracies, by_start, chain_length
 
 HEAD_DECAY = 0.8
@@ -66,10 +68,9 @@ def medusa_lesson(target: TargetModel, window: Tensor, packing: Packing | None =
     seen = window[:, :-1]
     batch, length = seen.shape
     places = torch.arange(length, device=window.device).repeat(batch)
-    attention = DenseCausal(batch)
     if packing is not None:
-        places, attention = packing.positions()[:, :-1].reshape(-1), DenseCausal(batch, packing.bias(length))
-    hidden = target(seen.reshape(-1), places, attention).hidden
+        places = packing.positions()[:, :-1].reshape(-1)
+    hidden = target(seen.reshape(-1), places, TextAttention(batch, packing)).hidden
     probs = target.logits(hidden).float().softmax(-1)
     return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window, packing)
 
@@ -91,10 +92,26 @@ def medusa_loss(model: MedusaHeads, lesson: MedusaLesson, loss: LossName = "kl")
     return total / sum(HEAD_DECAY**i for i in range(heads)), hits
 
 
-def train_medusa(target: TargetModel, data: Corpus | RowSet, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
-    """Train heads in `directory`, or finish their training. `target` is frozen."""
-    inputs, source = begin(target, data, recipe, directory)
-    model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
+def existing_medusa(target: TargetModel, start: str | Path, recipe: MedusaRecipe) -> MedusaHeads:
+    """The Medusa heads of a directory or Hub id, to train them further.
+
+    Raises:
+        CheckpointError: no Medusa heads for this target.
+        ValueError: the recipe sets their sizes.
+    """
+    refuse_sizes(start, recipe, ("heads", "layers", "shared_lm_head"))
+    model, _ = trainable(target, start, "MEDUSA")
+    assert isinstance(model, MedusaHeads)
+    return model
+
+
+def train_medusa(
+    target: TargetModel, data: Corpus | RowSet, recipe: MedusaRecipe, directory: Path, start: str | Path | None = None
+) -> MedusaHeads:
+    """Train heads in `directory`, or finish their training. `target` is frozen. start: see `eagle3.train_head`."""
+    started = None if start is None else existing_medusa(target, start, recipe)
+    inputs, source = begin(target, data, recipe, directory, None if started is None else weights_fingerprint(started))
+    model = started or new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
     device = target.embed.device
     narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
     lesson_of = torch.compile(medusa_lesson) if recipe.compiled else medusa_lesson
@@ -109,7 +126,7 @@ def train_medusa(target: TargetModel, data: Corpus | RowSet, recipe: MedusaRecip
     @torch.no_grad()
     def score(window: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         value, hits = medusa_loss(model, medusa_lesson(target, window.to(device), packing.to(device)), recipe.loss)
-        return value, by_start(hits), packing.chains(recipe.heads)
+        return value, by_start(hits), packing.chains(model.config.heads)
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
@@ -118,7 +135,8 @@ def train_medusa(target: TargetModel, data: Corpus | RowSet, recipe: MedusaRecip
         return evaluate_medusa(target, model, source.corpus, source.samples)
 
     schedule = Schedule.of(recipe.steps, recipe.peak)
-    train(Job("medusa", model, directory, schedule, loss, evaluate, inputs))
+    job = Job("medusa", model, directory, schedule, loss, evaluate, inputs, warm=start is not None)
+    train(replace(job, best_by=source.accept_length, accumulate=recipe.accumulate))
     return model
 
 

@@ -126,7 +126,8 @@ def block_scores(head: BlockHead, lesson: Lesson, anchors: Tensor) -> BlockScore
     y = block_rows(head, lesson, anchors)[:, head.first_draft :]
     drafts = anchors[:, :, None] + torch.arange(y.shape[1], device=anchors.device)  # rows of the lesson
     parents, following = (_at(lesson, x, drafts).flatten(0, 1) for x in (lesson.tokens, lesson.following))
-    probs = _at(lesson, lesson.probs, drafts).flatten(0, 1)
+    rows = _rows_of(lesson, drafts)
+    probs = lesson.teacher.probs(rows.flatten()).unflatten(0, following.shape)
     base = head.logits(y.flatten(0, 1)).float()
     base[:, head.block.mask_token_id] = _LOWEST
     probs[:, :, head.block.mask_token_id] = 0  # no draft: its mass is lost
@@ -206,6 +207,11 @@ def _with(kept: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
 def _at(lesson: Lesson, values: Tensor, rows: Tensor) -> Tensor:
     """The rows int64 [batch, ...] of each text of `values` [batch * length, ...]: [*rows.shape, ...]."""
+    return values[_rows_of(lesson, rows)]
+
+
+def _rows_of(lesson: Lesson, rows: Tensor) -> Tensor:
+    """The rows int64 [batch, ...] of each text as rows of the lesson."""
     length = len(lesson.tokens) // lesson.batch
     starts = torch.arange(lesson.batch, device=rows.device) * length
-    return values[rows + starts.view(-1, *[1] * (rows.dim() - 1))]
+    return rows + starts.view(-1, *[1] * (rows.dim() - 1))

@@ -34,16 +34,6 @@ class Packing:
         begins[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
         return places - torch.where(begins, places, 0).cummax(1).values
 
-    def strangers(self, rows: int) -> Tensor:
-        """Whether two of the first `rows` tokens are of different documents, bool [batch, rows, rows]."""
-        documents = self.documents[:, :rows]
-        return documents[:, :, None] != documents[:, None, :]
-
-    def bias(self, rows: int) -> Tensor:
-        """The causal mask of the first `rows` tokens within documents: 0 or -inf, float32 [batch, 1, rows, rows]."""
-        hidden = self.strangers(rows) | torch.ones_like(self.strangers(rows)).triu(1)
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -torch.inf)[:, None]
-
     def chains(self, steps: int) -> Tensor:
         """Whether each step of the chain that begins at each row counts, bool [steps, batch, length - 1]."""
         rows = self.documents.shape[1] - 2
@@ -66,6 +56,26 @@ def counted_loss(name: LossName, probs: Tensor, logits: Tensor, counted: Tensor 
     if not counted.any():
         return logits.sum() * 0.0
     return draft_loss(name, probs[counted], logits[counted])
+
+
+def served_length(hits: Tensor, counted: Tensor) -> float:
+    """Tokens per cycle of a server that writes the counted answers with chains of all steps.
+
+    hits, counted: as in `chain_rates`, of every row. The first cycle reads an answer's first token, which the prompt's
+    forward gave. Each next one begins behind the accepted drafts and the bonus. Where one token is left nothing is
+    drafted, and so it does not count.
+    """
+    accepted = (hits & counted).cumprod(0).sum(0)
+    tokens = cycles = 0
+    for lengths, predicts in zip(accepted.tolist(), counted[0].tolist(), strict=True):
+        row = 0
+        while row < len(predicts) - 1:
+            drafts = predicts[row] and predicts[row + 1]
+            following = row + (lengths[row] + 1 if drafts else 1)
+            cycles += drafts
+            tokens += sum(predicts[row:following]) if drafts else 0
+            row = following
+    return tokens / cycles if cycles else 1.0
 
 
 def chain_rates(hits: Tensor, counted: Tensor) -> tuple[list[float], float]:

@@ -11,6 +11,8 @@ LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 EdgeName = Literal["none", "selector", "markov"]
 Weighting = Literal["decay", "dpace"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+Dialect = Literal["sglang", "speculators"]  # see `dialects`
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROW_LENGTH = 1023  # tokens of a window of token rows, less one
 
 
@@ -24,6 +26,7 @@ class Recipe:
     sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
     texts: maximum texts of `length` per step; fewer if the texts are longer.
     loss, temperatures: what is minimized; the steps take the temperatures of p and q in turn.
+    accumulate: how many times such texts are taken per step; their gradients are averaged.
     """
 
     kind: Kind = "eagle3"
@@ -39,6 +42,7 @@ class Recipe:
     texts: int = 24
     sampled_texts: int = 4096
     compiled: bool = False
+    accumulate: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class MedusaRecipe:
     sampled_texts: int = 4096
     loss: LossName = "kl"
     compiled: bool = False
+    accumulate: int = 1
     kind: str = "medusa"
 
 
@@ -84,6 +89,7 @@ class RedrafterRecipe:
     sampled_texts: int = 4096
     loss: LossName = "kl"
     compiled: bool = False
+    accumulate: int = 1
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class BlockRecipe:
     length: int = 256
     sampled_texts: int = 4096
     compiled: bool = False
+    accumulate: int = 1
 
 
 AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe | BlockRecipe

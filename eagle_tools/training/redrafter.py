@@ -9,7 +9,7 @@ whole distribution instead of one token drawn from it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
+from eagle_tools.training.fingerprint import weights_fingerprint
+from eagle_tools.training.heads import refuse_sizes, trainable
 from eagle_tools.training.loop import Job, Schedule, train
 from eagle_tools.training.packing import Packing, counted_loss
 from eagle_tools.training.recipes import LossName, RedrafterRecipe
@@ -73,15 +75,32 @@ def new_redrafter(
     return NewRedrafter(head, published)
 
 
+def existing_redrafter(target: TargetModel, start: str | Path, recipe: RedrafterRecipe) -> NewRedrafter:
+    """The ReDrafter head of a directory or Hub id, to train it further.
+
+    Raises:
+        CheckpointError: no such head for this target.
+        ValueError: the recipe sets its sizes.
+    """
+    refuse_sizes(start, recipe, ("exit_dim", "draft_layers", "rnn"))
+    head, published = trainable(target, start, "REDRAFTER")
+    assert isinstance(head, RedrafterHead)
+    return NewRedrafter(head, published)
+
+
 def train_redrafter(
-    target: TargetModel, data: Corpus | RowSet, recipe: RedrafterRecipe, directory: Path
+    target: TargetModel,
+    data: Corpus | RowSet,
+    recipe: RedrafterRecipe,
+    directory: Path,
+    start: str | Path | None = None,
 ) -> NewRedrafter:
-    """Train a head in `directory`, or finish its training. `target` is frozen."""
-    if any(target.config.windows):
-        raise ValueError("heads cannot be trained for sliding-window targets yet")
-    inputs, source = begin(target, data, recipe, directory)
+    """Train a head in `directory`, or finish its training. `target` is frozen. start: see `eagle3.train_head`."""
+    started = None if start is None else existing_redrafter(target, start, recipe)
+    key = None if started is None else weights_fingerprint(started.head)
+    inputs, source = begin(target, data, recipe, directory, key)
     torch.manual_seed(0)
-    new = new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
+    new = started or new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
     device = target.embed.device
     everything = torch.arange(target.config.vocab_size, device=device)
     lesson_of = torch.compile(teach) if recipe.compiled else teach
@@ -106,7 +125,9 @@ def train_redrafter(
             return source.rows.evaluate(score)
         return evaluate_redrafter(target, new.head, source.corpus, source.samples, recipe.rollout)
 
-    train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
+    schedule, is_warm = Schedule.of(recipe.steps, recipe.peak), start is not None
+    job = Job(recipe.kind, new.head, directory, schedule, loss, evaluate, inputs, warm=is_warm)
+    train(replace(job, best_by=source.accept_length, accumulate=recipe.accumulate))
     return new
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +63,8 @@ class OwnTexts:
 class CorpusTexts:
     """The windows of a training on text."""
 
+    accept_length: ClassVar[str] = "T=0 accept length"  # the evaluated number that chooses the weights
+
     corpus: Corpus
     samples: OwnTexts
     recipe: TextPlan
@@ -77,6 +79,8 @@ class CorpusTexts:
 @dataclass(frozen=True)
 class RowTexts:
     """The windows of a training on token rows."""
+
+    accept_length: ClassVar[str] = "answers accept length"
 
     rows: RowSet
     recipe: TextPlan
@@ -98,8 +102,10 @@ def begin(
         ValueError: too little text, or a training from other inputs is in `directory`.
     """
     if isinstance(data, RowSet):
-        if any(target.config.windows) or target.config.recurrent is not None:
-            raise ValueError("heads cannot be trained on token rows for sliding-window or recurrent targets yet")
+        if target.config.recurrent is not None:
+            raise ValueError("heads cannot be trained on token rows for recurrent targets yet")
+    elif any(target.config.windows):
+        raise ValueError("heads for sliding-window targets are trained on token rows; text files cannot be taken yet")
     elif len(data.held_out) < recipe.length + 2:
         raise ValueError(f"too little text: {len(data.held_out)} tokens are held out, a text has {recipe.length + 1}")
     inputs = training_inputs(target, data.key, recipe, start)

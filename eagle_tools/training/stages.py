@@ -19,8 +19,17 @@ from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.block import train_block
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
 from eagle_tools.training.eagle3 import evaluate_head, train_head
-from eagle_tools.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
+from eagle_tools.training.export import (
+    convert_head,
+    export_demo,
+    export_demo_heads,
+    export_head,
+    export_target,
+    export_trained,
+    write_evaluation,
+)
 from eagle_tools.training.fingerprint import target_fingerprint
+from eagle_tools.training.head_card import write_head_card
 from eagle_tools.training.heads import mean_head
 from eagle_tools.training.loop import read_history
 from eagle_tools.training.medusa import export_medusa, train_medusa
@@ -75,7 +84,7 @@ def _medusa(parsed: argparse.Namespace) -> None:
         shared_lm_head=parsed.shared_lm_head,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _redrafter(parsed: argparse.Namespace) -> None:
@@ -85,7 +94,7 @@ def _redrafter(parsed: argparse.Namespace) -> None:
         draft_layers=parsed.draft_layers,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _block(parsed: argparse.Namespace) -> None:
@@ -105,12 +114,14 @@ def _block(parsed: argparse.Namespace) -> None:
         anchors=parsed.anchors,
         **_common(parsed),
     )
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
 def _common(parsed: argparse.Namespace) -> dict[str, Any]:
     """The settings of every recipe, from the options that every head's training has."""
-    names = ("steps", "peak", "texts", "sampled_texts", "loss")
+    names = ("steps", "peak", "texts", "sampled_texts", "loss", "accumulate")
+    if parsed.accumulate < 1:
+        raise ValueError("--accumulate should be at least 1")
     settings = {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
     if _has_rows(parsed):
         return {**settings, "sampled_texts": 0, "length": parsed.length or ROW_LENGTH}
@@ -176,6 +187,11 @@ def _demo(parsed: argparse.Namespace) -> None:
     _demo_heads(parsed)
 
 
+def _convert(parsed: argparse.Namespace) -> None:
+    convert_head(parsed.head, parsed.target, parsed.out, parsed.format)
+    print(f"{parsed.out}: written for {parsed.format}, and loaded again")
+
+
 def _demo_corpus(work: Path) -> Corpus:
     tokenizer = ensure_tokenizer(work / "tokenizer.json", VOCAB_SIZE)
     return standard_library(tokenizer, int(str(DEMO_TARGET["eos_token_id"])), work / "corpus.npz")
@@ -203,14 +219,16 @@ def _train_and_write(
     training = out / "training"
     match recipe:
         case MedusaRecipe():
-            export_medusa(train_medusa(target, data, recipe, training), out)
+            export_medusa(train_medusa(target, data, recipe, training, start), out)
         case RedrafterRecipe():
-            export_head(train_redrafter(target, data, recipe, training), out)
+            export_head(train_redrafter(target, data, recipe, training, start), out)
         case BlockRecipe():
-            export_head(train_block(target, data, recipe, training), out)
+            export_head(train_block(target, data, recipe, training, start), out)
         case Recipe():
-            export_head(train_head(target, data, recipe, training, start), out)
-    for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
+            export_trained(train_head(target, data, recipe, training, start), target, out)
+    history = read_history(training / f"{recipe.kind}-history.json")
+    print(write_head_card(out, history, recipe.kind))
+    for name, points in history.curves.items():
         if name.startswith(("T=", "answers")):
             print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
     print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
@@ -223,6 +241,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "export": _export,
     "demo-heads": _demo_heads,
     **ROW_STAGES,
+    "convert": _convert,
     "eagle3": _head,
     "medusa": _medusa,
     "redrafter": _redrafter,

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_tools.training.losses import coupled_acceptance, overlap
-from eagle_tools.training.packing import Packing, counted_loss
+from eagle_tools.training.losses import combined_loss, coupled_acceptance, overlap, row_losses
+from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LossName
+from eagle_tools.training.text_attention import TextAttention, by_text, in_blocks, recomputed
 
 PASS_DECAY = 0.8
+KEPT = 1 << 26  # logits; what is more is computed again in the backward pass, not kept
+CHUNK = 512  # rows of which distributions over the vocabulary exist at a time
 
 
 class RolloutAttention(BoundAttention):
@@ -31,7 +34,7 @@ class RolloutAttention(BoundAttention):
 
     In pass s, row t sees the keys of pass 0 at rows 0..t-s (the prefix), and those of pass j at row t-s+j for j = 1..s
     (its own chain, itself included). The chains of rows t < s begin before the text: their values stay finite, and no
-    valid row sees them. Heads trained here have no sliding window.
+    valid row sees them.
 
     packing: documents that do not see each other; None: each sequence is one.
     """
@@ -43,40 +46,49 @@ class RolloutAttention(BoundAttention):
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """q, k [batch * length, heads or kv_heads, head_dim], v [.., kv_heads, value_dim] -> [.., heads, value_dim]."""
         passes = self._passes.setdefault(layer.index, [])
-        keys, values = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (k, v))
+        keys, values = (by_text(x, self.batch) for x in (k, v))
         passes.append((keys, values))
-        last, length = len(passes) - 1, keys.shape[2]
+        last = len(passes) - 1
         if last == 0:
-            bias = None if self.packing is None else self.packing.bias(length)
-            return DenseCausal(self.batch, bias).run(q, k, v, layer)
-        grouped = q.unflatten(0, (self.batch, length)).unflatten(2, (k.shape[1], -1)).permute(0, 2, 3, 1, 4)
+            return TextAttention(self.batch, self.packing).run(q, k, v, layer)
         chain = [(_down(a, last - j), _down(b, last - j)) for j, (a, b) in enumerate(passes) if j > 0]
-        prefix_keys, prefix_values = (x.unsqueeze(2) for x in passes[0])  # [batch, kv_heads, 1, length, head_dim]
-        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - last)  # t' > t - last
-        if self.packing is not None:
-            hidden = hidden | self.packing.strangers(length)[:, None, None]
-        scores = (grouped @ prefix_keys.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
-        later = [(grouped * a.unsqueeze(2)).sum(-1, keepdim=True) for a, _ in chain]
-        weights = (torch.cat([scores, *later], dim=-1).float() * layer.scale).softmax(-1).to(v.dtype)
-        out = weights[..., :length] @ prefix_values
-        for j, (_, b) in enumerate(chain):
-            out = out + weights[..., length + j, None] * b.unsqueeze(2)
-        return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], v.shape[2])
+        return in_blocks(q, passes[0], chain, self.packing, layer)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distributions for the rows of a lesson. They are computed when they are asked for.
+
+    So no tensor of all rows times the vocabulary has to exist.
+    """
+
+    target: TargetModel
+    hidden: Tensor  # [rows, H], the target's last hidden state of the token at t+1
+    draft_ids: Tensor  # int64 [Vd]
+    temperature: float
+
+    @torch.no_grad()
+    def probs(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Of the token at t+2, restricted to the draft vocabulary: float32 [chosen rows, Vd]."""
+        return (self.target.logits(self.hidden[rows]).float() / self.temperature).softmax(-1)[:, self.draft_ids]
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch of texts, and the target's features and distributions for it. Rows are [batch * length]."""
+    """A batch of texts, and what the target makes of it. Rows are [batch * length]."""
 
     batch: int
     tokens: Tensor  # int64 [rows], the token at t+1
     positions: Tensor  # int64 [rows]
     features: Tensor  # [rows, n * Ht], of t
-    # float32 [rows, Vd], the target's distribution of the token at t+2, restricted to the draft vocabulary
-    probs: Tensor
+    teacher: Teacher
     following: Tensor  # int64 [rows], the token at t+2
-    temperature: float  # of probs
     packing: Packing | None = None  # of the window; None: each text is one document, and all of it counts
+
+    @property
+    def probs(self) -> Tensor:
+        """All of the teacher's distributions, float32 [rows, Vd]."""
+        return self.teacher.probs()
 
 
 @torch.no_grad()
@@ -94,10 +106,9 @@ def teach(
     """
     batch, seen = window.shape[0], window[:, :-1]
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
-    attention = DenseCausal(batch)
     if packing is not None:
-        places, attention = packing.positions()[:, :-1], DenseCausal(batch, packing.bias(seen.shape[1]))
-    output = target(seen.reshape(-1), places.reshape(-1), attention, aux_boundaries)
+        places = packing.positions()[:, :-1]
+    output = target(seen.reshape(-1), places.reshape(-1), TextAttention(batch, packing), aux_boundaries)
     features = (output.hidden if output.aux is None else output.aux).unflatten(0, (batch, -1))
     hidden = output.hidden.unflatten(0, (batch, -1))
     return Lesson(
@@ -105,20 +116,25 @@ def teach(
         tokens=seen[:, 1:].reshape(-1),
         positions=places[:, :-1].reshape(-1),
         features=features[:, :-1].flatten(0, 1),
-        probs=(target.logits(hidden[:, 1:].flatten(0, 1)).float() / temperature).softmax(-1)[:, draft_ids],
+        teacher=Teacher(target, hidden[:, 1:].flatten(0, 1), draft_ids, temperature),
         following=window[:, 2:].reshape(-1),
-        temperature=temperature,
         packing=packing,
     )
 
 
 def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
     """The draft logits float32 [batch, length, Vd] of each pass. In pass s, ignore rows below s."""
+    for normed in _rolled(head, lesson, passes):
+        yield head.logits(normed).float().unflatten(0, (lesson.batch, -1))
+
+
+def _rolled(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
+    """The input of the lm_head [batch * length, H] of each pass."""
     attention = RolloutAttention(lesson.batch, lesson.packing)
     hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast returns bfloat16
     for _ in range(passes):
         output = head(lesson.tokens, hidden, lesson.positions, attention)
-        yield head.logits(output.normed).float().unflatten(0, (lesson.batch, -1))
+        yield output.normed
         hidden = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1).flatten(0, 1)
 
 
@@ -128,15 +144,45 @@ def ttt_loss(head: DraftHead, lesson: Lesson, passes: int, loss: LossName = "kl"
     loss = sum over s of 0.8^s * mean over rows of `loss` between p and q_s, over the sum of the weights. Both are at
     the lesson's temperature. A token outside the draft vocabulary is a miss. With a packing only its chains count.
     """
-    probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
-    total, hits, length = probs.new_zeros(()), [], probs.shape[1]
-    chains = None if lesson.packing is None else lesson.packing.chains(passes)
-    for index, logits in enumerate(rollout(head, lesson, passes)):
-        counted = None if chains is None else chains[index, :, : length - index]  # by the row where a chain begins
-        value = counted_loss(loss, probs[:, index:], logits[:, index:] / lesson.temperature, counted)
-        total = total + PASS_DECAY**index * value
-        hits.append(head.target_ids(logits.argmax(-1)) == following)
-    return total / sum(PASS_DECAY**index for index in range(passes)), torch.stack(hits)
+    normed = list(_rolled(head, lesson, passes))
+    counted = _counted_rows(lesson, passes)
+    places = counted.long().cumsum(1) - 1  # each row's number among those that count, which `coupled` draws by
+    large = counted.numel() * len(lesson.teacher.draft_ids) > KEPT
+    values, best = [], []
+    for start in range(0, len(lesson.tokens), CHUNK):
+        rows = slice(start, start + CHUNK)
+        chunk = partial(_chunk_losses, head, lesson.teacher, loss, rows)
+        found = recomputed(chunk, places[:, rows], *(each[rows] for each in normed), large=large)
+        values.append(found[0])
+        best.append(found[1])
+    kept = torch.where(counted[..., None], torch.cat(values, dim=1), 0.0)
+    means = kept.sum(1) / counted.sum(1, keepdim=True).clamp_min(1)  # [passes, terms]
+    total = sum((PASS_DECAY**s * combined_loss(loss, mean) for s, mean in enumerate(means)), means.new_zeros(()))
+    hits = head.target_ids(torch.cat(best, dim=1)) == lesson.following
+    return total / sum(PASS_DECAY**index for index in range(passes)), hits.unflatten(1, (lesson.batch, -1))
+
+
+def _counted_rows(lesson: Lesson, passes: int) -> Tensor:
+    """Which rows count in each pass, bool [passes, batch * length]."""
+    length = len(lesson.tokens) // lesson.batch
+    if lesson.packing is None:
+        begins = lesson.tokens.new_ones(passes, lesson.batch, length, dtype=torch.bool)
+    else:
+        begins = lesson.packing.chains(passes)
+    moved = [F.pad(rows, (index, 0))[:, :length] for index, rows in enumerate(begins)]
+    return torch.stack(moved).flatten(1)
+
+
+def _chunk_losses(
+    head: DraftHead, teacher: Teacher, loss: LossName, rows: slice, places: Tensor, *normed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(the terms of the loss of some rows, float32 [passes, rows, terms]; the draft's best ids [passes, rows])."""
+    probs, values, best = teacher.probs(rows), [], []
+    for index, each in enumerate(normed):
+        logits = head.logits(each).float()
+        values.append(row_losses(loss, probs, logits / teacher.temperature, places[index]))
+        best.append(logits.argmax(-1))
+    return torch.stack(values), torch.stack(best)
 
 
 def coupling(head: DraftHead, lesson: Lesson, passes: int, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +197,7 @@ def coupling(head: DraftHead, lesson: Lesson, passes: int, draft_ids: Tensor) ->
     drawn = places[following]
     distances, accepted = [], []
     for logits in rollout(head, lesson, passes):
-        draft = (logits / lesson.temperature).softmax(-1)
+        draft = (logits / lesson.teacher.temperature).softmax(-1)
         distances.append(1 - overlap(probs, draft))
         accepted.append(coupled_acceptance(probs, draft, drawn))
     return torch.stack(distances), torch.stack(accepted)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_tools.training.fingerprint import fingerprint
-from eagle_tools.training.packing import Packing, chain_rates
+from eagle_tools.training.packing import Packing, chain_rates, served_length
 from eagle_tools.training.rows.token_rows import TokenRow, read_token_rows
 
 HELD_OUT_PER_MILLE = 50
@@ -50,8 +50,12 @@ class RowSet:
             chosen.append(self.train[_order(epoch, count)[index]])
         return packed(chosen, self.length)
 
-    def evaluate(self, score: Score) -> dict[str, float]:
-        """The loss on held-out answers, how often each step is right, and the accept length of chains."""
+    def evaluate(self, score: Score, *, every_row: bool = True) -> dict[str, float]:
+        """The loss on held-out answers, how often each step is right, and the accept length of chains.
+
+        every_row: `score` has every row as the beginning of a chain. Then the length is that of a server that writes
+        the answers; else the mean over the chains that there are.
+        """
         losses, hits, counted = [], [], []
         for window in self.held_out[:EVALUATED_WINDOWS]:
             tokens, packing = packed([window], self.length)
@@ -59,7 +63,10 @@ class RowSet:
             losses.append(float(loss))
             hits.append(right.cpu())
             counted.append(counts.cpu())
-        rates, length = chain_rates(torch.cat(hits, dim=1), torch.cat(counted, dim=1))
+        found, counts = torch.cat(hits, dim=1), torch.cat(counted, dim=1)
+        rates, length = chain_rates(found, counts)
+        if every_row:
+            length = served_length(found, counts)
         numbers = {f"answers step {step + 1}": rate for step, rate in enumerate(rates)}
         return {"held-out loss": float(np.mean(losses)), **numbers, "answers accept length": length}
 

@@ -19,6 +19,7 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.block import BlockHead
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.block import new_block
+from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.heads import new_eagle, new_eagle3
 from eagle_tools.training.losses import draft_loss
 from eagle_tools.training.medusa import medusa_lesson, medusa_loss, new_heads
@@ -227,14 +228,36 @@ def test_the_command_line_trains_every_head_on_rows(
     for name, tensors in before.items():
         again = load_file(tmp_path / "head" / name)
         assert all(torch.equal(tensor, again[key]) for key, tensor in tensors.items())
+    curves = json.loads((tmp_path / "head" / "curves.json").read_text())
+    lengths = dict(curves["answers accept length"])
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"The weights of step {max(lengths, key=lengths.__getitem__)} were kept" in card and "curves.png" in card
+    assert (tmp_path / "head" / "curves.png").stat().st_size > 1000
+    further = [
+        *command[:-1],
+        str(tmp_path / "further"),
+        *sizes[:6],
+        "--init",
+        str(tmp_path / "head"),
+        "--accumulate",
+        "2",
+    ]
+    refused = {"eagle3": ["--ffn", "8"], "block": ["--layers", "1"], "medusa": ["--heads", "2"]}
+    assert main([*further, *refused.get(stage, ["--draft-layers", "1"])]) == 2
+    assert "they cannot be set" in capsys.readouterr().err
+    assert main([*further, "--peak", "1e-5"]) == 0
+    started = json.loads((tmp_path / "further" / "curves.json").read_text())
+    assert started["train loss"][0][1] < history["train loss"][0][1]
     text = tmp_path / "plain.txt"
     text.write_text("x")
     assert main([*command[:4], str(data), str(text), *command[5:]]) == 2
     assert "give one kind" in capsys.readouterr().err
 
 
-def test_a_hybrid_or_windowed_target_is_refused(tmp_path: Path) -> None:
+def test_a_windowed_target_is_trained_on_rows_and_not_on_text(tmp_path: Path) -> None:
     target = random_target()
     target.config = replace(target.config, windows=(8, 0, 0, 0))
-    with pytest.raises(ValueError, match="sliding-window or recurrent"):
-        begin(target, row_set(tmp_path, many_rows(20)), Recipe(), tmp_path / "out")
+    begin(target, row_set(tmp_path, many_rows(20)), Recipe(), tmp_path / "out")
+    text = np.zeros(400, dtype=np.uint16)
+    with pytest.raises(ValueError, match="are trained on token rows"):
+        begin(target, Corpus(text, text, "key"), Recipe(), tmp_path / "other")
