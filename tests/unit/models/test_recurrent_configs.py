@@ -79,10 +79,21 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
         read_target_config({**hybrid_config(kind=kind), **keys})
 
 
-def test_mtp_layers_of_several_kinds_are_refused() -> None:
-    config = read_target_config(hybrid_config(kind="nemotron"))
-    with pytest.raises(CheckpointError, match="its 1 MTP layers are of several kinds, and are not supported yet"):
-        mtp_traits(config.architecture).layers(config, 1)
+@pytest.mark.parametrize(
+    ("keys", "count", "found"),
+    [
+        ({}, 1, "1 MTP layers of full_attention, moe"),  # the target has no experts
+        ({"mtp_hybrid_override_pattern": "*-"}, 2, "2 MTP layers of full_attention, mlp"),
+        ({"mtp_hybrid_override_pattern": "M-"}, 1, "1 MTP layers of linear_attention, mlp"),
+        ({"mtp_layers_block_type": ["mlp", "attention"]}, 1, "1 MTP layers of mlp, full_attention"),
+    ],
+)
+def test_other_mtp_layers_of_nemotron_are_refused(keys: dict[str, Any], count: int, found: str) -> None:
+    config = read_target_config({**hybrid_config(kind="nemotron"), **keys})
+    with pytest.raises(
+        CheckpointError, match=f"{found} are not supported, only one of full_attention, then moe or mlp"
+    ):
+        mtp_traits(config.architecture).layers(config, count)
 
 
 def test_infinite_limits_are_read_as_transformers_writes_them() -> None:
