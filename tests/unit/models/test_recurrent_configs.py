@@ -82,7 +82,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "count", "found"),
     [
-        ({}, 1, "1 MTP layers of full_attention, moe"),  # the target has no experts
+        ({}, 2, "2 MTP layers of full_attention, moe"),
         ({"mtp_hybrid_override_pattern": "*-"}, 2, "2 MTP layers of full_attention, mlp"),
         ({"mtp_hybrid_override_pattern": "M-"}, 1, "1 MTP layers of linear_attention, mlp"),
         ({"mtp_layers_block_type": ["mlp", "attention"]}, 1, "1 MTP layers of mlp, full_attention"),
