@@ -41,9 +41,14 @@ def gguf_file(path: Path) -> Path | None:
     """
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
-        is_one = len(found) == 1 or (found and found[0].stem.endswith(f"-00001-of-{len(found):05d}"))
+        is_one = len(found) == 1 or (found and found[0].stem == f"{gguf_name(found[0])}-00001-of-{len(found):05d}")
         return found[0] if is_one and not any(path.glob("*.safetensors")) else None
     return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+def gguf_name(file: Path) -> str:
+    """The model's name in the name of a GGUF file, without the number of a part."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", file.stem)
 
 
 def file_location(value: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,6 +19,7 @@ from eagle_server.config.base import (
     Text,
     comma_separated,
     gguf_file,
+    gguf_name,
     local_file,
     proxy_address,
 )
@@ -270,7 +270,7 @@ class Config(BaseModel):
         if self.model.served_model_name or path is None:
             return self.model.served_model_name or "demo"
         if (file := self.gguf) is not None:
-            return re.sub(r"-\d{5}-of-\d{5}$", "", file.stem)
+            return gguf_name(file)
         return Path(path).resolve().name if Path(path).is_dir() else path
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 MEDIA = "media_token_ids"  # key of a promoted config: the tokens that stand for images, video and audio
@@ -50,21 +50,23 @@ class ModelWrapper:
 _LLAVA = ("vision_tower.", "multi_modal_projector.")
 _QWEN = ("visual.",)
 _IDEFICS = ("vision_model.", "connector.")
+_INTERNVL = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
+_LLAVA_NEXT = ModelWrapper(("llama", "mistral", "qwen2"), (*_LLAVA, "image_newline"))
 WRAPPERS: Mapping[str, ModelWrapper] = {
     "exaone4_5": ModelWrapper(("exaone4",), _QWEN),
     "gemma3": ModelWrapper(("gemma3_text",), _LLAVA),
     "gemma4": ModelWrapper(("gemma4_text",), ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")),
     "glm4v_moe": ModelWrapper(("glm4_moe",), _QWEN),
     "idefics3": ModelWrapper(("llama",), _IDEFICS),
-    "internvl": ModelWrapper(("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), _LLAVA),
-    "internvl_chat": ModelWrapper(("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), ("vision_model.", "mlp1.")),
+    "internvl": ModelWrapper(_INTERNVL, _LLAVA),
+    "internvl_chat": ModelWrapper(_INTERNVL, ("vision_model.", "mlp1.")),
     "kimi_k25": ModelWrapper(("deepseek_v3",), ("vision_tower.", "mm_projector.")),
     "lfm2_vl": ModelWrapper(("lfm2",), _LLAVA),
     "llama4": ModelWrapper(("llama4_text",), ("vision_model.", "multi_modal_projector.")),
     "llava": ModelWrapper(("llama", "mistral", "qwen2", "qwen3"), _LLAVA),
-    "llava_next": ModelWrapper(("llama", "mistral", "qwen2"), (*_LLAVA, "image_newline")),
-    "llava_next_video": ModelWrapper(("llama", "mistral", "qwen2"), (*_LLAVA, "image_newline")),
-    "llava_onevision": ModelWrapper(("qwen2",), (*_LLAVA, "image_newline")),
+    "llava_next": _LLAVA_NEXT,
+    "llava_next_video": _LLAVA_NEXT,
+    "llava_onevision": replace(_LLAVA_NEXT, decoders=("qwen2",)),
     "minicpmv4_6": ModelWrapper(("qwen3_5_text",), ("vision_tower.", "merger.")),
     "mistral3": ModelWrapper(("mistral", "ministral3"), _LLAVA),
     "qwen2_vl": ModelWrapper(("qwen2",), _QWEN, {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),

@@ -77,7 +77,7 @@ class DraftedTarget(Protocol):
     def lm_head(self) -> Linear: ...
 
 
-def _own_layers(config: ModelConfig, count: int) -> ModelConfig:
+def own_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The family's layer, which attends without a window, and has experts if the target has some."""
     moe = None if config.moe is None else replace(config.moe, dense_layers=frozenset())
     return replace(config, num_layers=count, windows=(), recurrent=None, moe=moe, tie_word_embeddings=False)
@@ -118,7 +118,7 @@ class MtpTraits:
     chained: a layer reads what the one before it gave; if not, what that one read: the target's state.
     """
 
-    layers: Callable[[ModelConfig, int], ModelConfig] = _own_layers
+    layers: Callable[[ModelConfig, int], ModelConfig] = own_layers
     before_norm: bool = False
     chained: bool = True
     check: Callable[[Mapping[str, Any], str], None] = _unchecked

@@ -23,7 +23,7 @@ from eagle_server.models.layers import GatedMLP, Views, norm_of
 from eagle_server.models.mla import MLAAttention
 from eagle_server.models.moe import MixtureOfExperts
 from eagle_server.models.targets.deepseek import latent_layer, with_mla
-from eagle_server.models.targets.interface import MtpTraits, TargetFamily
+from eagle_server.models.targets.interface import MtpTraits, TargetFamily, own_layers
 from eagle_server.ops.layers.fused import Rotation
 
 
@@ -113,7 +113,7 @@ def _layer(config: ModelConfig, layer: int) -> nn.Module:
 
 def _mtp_layers(config: ModelConfig, count: int) -> ModelConfig:
     """They are DeepSeek's layers with an MLP: they attend once and have no experts."""
-    return replace(config, num_layers=count, attentions=1, moe=None, tie_word_embeddings=False)
+    return replace(own_layers(config, count), attentions=1, moe=None)
 
 
 LONGCAT_FLASH = TargetFamily(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,7 @@ class Preparation:
                     raise RowError(file, number, str(error)) from None
 
     def _with_variables(self, record: ChatRecord) -> ChatRecord:
-        variables = {**(self.variables or {}), **record.variables}
-        return ChatRecord(record.id, record.messages, record.tools, variables)
+        return replace(record, variables={**(self.variables or {}), **record.variables})
 
     def _of_text(self, file: Path, number: int, values: Mapping[str, Any]) -> TokenRow:
         """A row of a finished text: all of it counts, or its completion."""

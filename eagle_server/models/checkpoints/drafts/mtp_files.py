@@ -88,10 +88,7 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
 def by_deepseeks_names(files: DraftFiles, index: int) -> DraftFiles:
     """`files` with the tensors of all families' MTP layers as those of layers `index`, `index` + 1, ..."""
     if any(name.startswith("mtp.layers.0.mixer.") for name in files.tensors):
-        parts = re.compile(r"mtp\.layers\.(\d+\.(?:norm|mixer)\..*)")
-        renamed = {parts.sub(r"mtp.layers.0.parts.\1", name): each for name, each in files.tensors.items()}
-        renamed = {re.sub(r"^mtp\.layers\.\d+\.final_", "mtp.layers.0.final_", n): each for n, each in renamed.items()}
-        files = replace(files, tensors=renamed)
+        files = replace(files, tensors={_as_one_layer(name): each for name, each in files.tensors.items()})
     if "mtp.layers.0.eh_proj.weight" in files.tensors:
         files = _numbered(files, _NUMBERED, _NUMBERED_NAMES, index)
     if files.is_target and "mtp_layers.0.input_proj.weight" in files.tensors:  # speculators has these names, too
@@ -106,6 +103,14 @@ def by_deepseeks_names(files: DraftFiles, index: int) -> DraftFiles:
             if name.startswith(theirs):
                 renamed[f"layers.{index}.{ours}{name.removeprefix(theirs)}"] = renamed.pop(name)
     return replace(files, tensors=renamed)
+
+
+def _as_one_layer(name: str) -> str:
+    """A name in Nemotron-H's MTP layer, whose parts are numbered as layers are."""
+    match = _NUMBERED.fullmatch(name)
+    if match is not None and match[2].startswith(("norm.", "mixer.")):
+        return f"mtp.layers.0.parts.{match[1]}.{match[2]}"
+    return name if match is None or not match[2].startswith("final_") else f"mtp.layers.0.{match[2]}"
 
 
 def _numbered(files: DraftFiles, pattern: re.Pattern[str], names: Mapping[str, str], index: int) -> DraftFiles:

@@ -21,7 +21,7 @@ from eagle_server.models.layers import Attention, Linear, Views, norm_of
 from eagle_server.models.mamba2 import Mamba2, step_limits
 from eagle_server.models.moe import Experts, Router, native_experts
 from eagle_server.models.targets.deepseek import routed_experts
-from eagle_server.models.targets.interface import MtpTraits, TargetFamily
+from eagle_server.models.targets.interface import MtpTraits, TargetFamily, own_layers
 from eagle_server.ops.layers.fused import Rotation, squared_relu
 from eagle_server.ops.native.experts import NativeExperts
 from eagle_server.ops.recurrent.nodes import RecurrentShape
@@ -213,14 +213,12 @@ def _mtp_layers(config: ModelConfig, count: int) -> ModelConfig:
     own = config.nemotron_h
     assert own is not None, "Nemotron-H's config"
     kinds, known = own.mtp_kinds, {"full_attention", "mlp", *(["moe"] if config.moe is not None else [])}
-    if count != 1 or kinds.count("full_attention") != 1 or kinds[0] != "full_attention" or not set(kinds) <= known:
+    if count != 1 or not set(kinds) <= known or kinds[:1] != ("full_attention",) or "full_attention" in kinds[1:]:
         raise CheckpointError(
             f"{config.architecture}: {count} MTP layers of {', '.join(kinds)} are not supported, only one of "
             "full_attention, then moe or mlp"
         )
-    return replace(
-        config, num_layers=1, recurrent=None, nemotron_h=replace(own, kinds=kinds), tie_word_embeddings=False
-    )
+    return replace(own_layers(config, count), nemotron_h=replace(own, kinds=kinds))
 
 
 NEMOTRON_H = TargetFamily(
