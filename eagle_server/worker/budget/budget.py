@@ -249,9 +249,11 @@ class AdaptiveBudget:
             kv = float(sum(decode.seq_len for decode in decodes))
             choice = self._choices[self._load] = self._best(rows, most_steps, requests, kv)
         self._choice = choice
-        lost = choice.rate * measured.share < self.policy.least_measured * choice.plain * plain.share
+        whole = 0 if measured.is_lost else sum(decode.tokens_left for decode in decodes)  # lost for now: believe that
+        lost = choice.rate * measured.share(whole) < self.policy.least_measured * choice.plain * plain.share(whole)
         self._refuted = bool(choice.steps) and lost
         if self._refuted:
+            measured.lose(self.lessons.cycle)
             return NOTHING
         if choice.steps and measured.is_enough and not plain.is_plain_known and not lesson:
             return NOTHING  # the model may be wrong, so plain decoding is measured whatever it says
@@ -298,20 +300,22 @@ class AdaptiveBudget:
             stands_for = self.policy.observed_every if plain.is_plain_known and not outcome.is_lesson else 1
             self._credit += self.policy.probe_share * seconds * stands_for
             if choice.plain:
-                plain.add(requests, outcome.tokens / choice.plain, seconds)
+                plain.add(requests, outcome.tokens, choice.plain, seconds)
         elif not outcome.is_lesson:
             if choice.steps:
-                drafts.add(requests, outcome.tokens / choice.rate, seconds)
+                drafts.add(requests, outcome.tokens, choice.rate, seconds)
         elif self._probes and not choice.steps:  # what it took longer than a plain cycle
             self._credit -= max(0.0, seconds - requests / choice.plain)
 
     def _speeds_of(self, *load: int) -> tuple[MeasuredSpeed, MeasuredSpeed]:
         """What was measured for such a load, with drafts and plain."""
-        speeds = self._speeds.get(load)
-        if speeds is None or self.lessons.cycle >= speeds[0].until:
-            until = self.lessons.cycle + self.policy.period
-            speeds = self._speeds[load] = MeasuredSpeed(self.policy, until), MeasuredSpeed(self.policy, until)
-        return speeds
+        cycle, (drafts, plain) = self.lessons.cycle, self._speeds.get(load, (None, None))
+        if drafts is None or cycle >= drafts.until:
+            drafts = MeasuredSpeed.after(drafts, self.policy, cycle)
+        if plain is None or cycle >= plain.until:
+            plain = MeasuredSpeed.after(plain, self.policy, cycle)
+        self._speeds[load] = drafts, plain
+        return drafts, plain
 
     def forget(self, req_pool_index: int) -> None:
         self.prospects.forget(req_pool_index)

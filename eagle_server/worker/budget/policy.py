@@ -6,6 +6,7 @@
 [joins] 2026-11-27: prompts in the forward that verifies, and costs observed more often
 [sooner] 2026-11-27: attention by four sums, and a budget that forgets sooner
 [shares] 2026-11-28: measured speeds as shares of those foretold
+[phases] 2026-11-28: drafting that lost is tried again
 [never]: the value was never measured, though the mechanism may have been.
 """
 
@@ -40,7 +41,10 @@ class BudgetPolicy:
     least_measured: float = 0.98  # [out] of plain decoding's speed: with less, drafting has lost
     plain_cycles: int = 8  # [whole] in a row, that measure plain decoding
     drafted_cycles: int = 48  # [never] with drafts, after which plain decoding is measured whatever is foretold
-    convincing: float = 64.0  # [shares] requests, each in one cycle, after which a measured speed counts whole
+    convincing: float = 64.0  # [shares] tokens at least, after which a measured speed counts whole
+    patience: int = (
+        4  # [phases] times the cycles that were measured: until drafting that lost is tried again; doubled each time
+    )
     period: int = 1000  # [out] cycles after which all is measured anew
     window: int = 100  # [out] cycles that a measured speed is the exponential moving average of
 

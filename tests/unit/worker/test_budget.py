@@ -240,7 +240,7 @@ def test_rows_of_a_block_that_cost_more_than_they_bring_are_not_computed(per_row
 
 
 def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() -> None:
-    budget, decodes = adaptive(costs(2e-4)), [decode(i) for i in range(16)]
+    budget, decodes = adaptive(costs(2e-4)), [decode(i, tokens_left=20) for i in range(16)]
     for _ in range(200):
         chosen = budget.choose(decodes, [True] * 16)
         measured = (30, 30e-3) if chosen.drafting else (16, 12e-3)
@@ -283,8 +283,8 @@ def test_what_was_lost_on_short_answers_is_noticed_between_their_prompts(apart: 
         drafts = bool(chosen.drafting)
         measured = (2, 12e-3) if drafts else (1, 5e-3)
         learn(budget, decodes, chosen, chains([0.9], chosen.shape) if drafts else None, *measured)
-        drafted += drafts and cycle >= 400
-    assert not drafted
+        drafted += drafts and cycle >= 300
+    assert drafted <= 40, "it is tried again, but seldom"
 
 
 def test_what_drafting_loses_is_noticed_over_answers_of_all_lengths() -> None:
@@ -297,7 +297,22 @@ def test_what_drafting_loses_is_noticed_over_answers_of_all_lengths() -> None:
         measured = (16, 16e-3) if drafts else (8, 6e-3)
         learn(budget, decodes, chosen, chains([0.9] * 8, chosen.shape) if drafts else None, *measured)
         drafted += drafts and not chosen.is_lesson and cycle >= 100
-    assert not drafted
+    assert drafted <= 20, "it is tried again, but seldom"
+
+
+def test_drafts_that_lose_at_the_beginning_of_all_answers_are_tried_again_and_stay() -> None:
+    """Sixteen answers of 48 tokens begin together. No draft of the first 20 tokens is right."""
+    budget, drafted, written = adaptive(costs(2e-4)), list[bool](), 0
+    for _ in range(400):
+        decodes = [decode(i, tokens_left=48 - written) for i in range(16)]
+        chosen = budget.choose(decodes, [True] * 16)
+        drafts = len(chosen.drafting) == 16
+        kept = 4 if drafts and written >= 20 else 1
+        tree = chains([0.9] * 16, chosen.shape) if drafts else None
+        learn(budget, decodes, chosen, tree, 16 * kept, 12e-3 if drafts else 10e-3)
+        written = 0 if written + kept >= 47 else written + kept
+        drafted += [] if chosen.is_lesson else [drafts]
+    assert sum(drafted[200:]) >= 0.9 * len(drafted[200:])
 
 
 def test_plain_decoding_is_measured_where_drafting_promises_much() -> None:
