@@ -56,6 +56,7 @@ class Algorithm:
     speculators: tuple[str, ...] = ()  # values of `speculators_model_type` in files of the library speculators
     stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
     prefixes: tuple[str, ...] = ()  # begin the names of its tensors in the target's own files
+    has_rows: bool = False  # one pass scores all levels: row k the tokens of level k
     is_model: bool = False  # a language model of its own, no head over the target's features
     demo: str = "eagle3"  # the directory of the demo's draft for it
 
@@ -131,6 +132,7 @@ _ROWS = (
         silent_causes="another layout (sample_from_anchor), other aux layers (target_layer_ids), another window or "
         f"causality (sliding_window, is_causal), another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         speculators=("dflash", "dflash2", "dspark"),
+        has_rows=True,
         demo="block",
     ),
     Algorithm(
@@ -142,6 +144,7 @@ _ROWS = (
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
         f"another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         speculators=("peagle",),
+        has_rows=True,
     ),
     Algorithm(
         "EAGLE3",

@@ -270,6 +270,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
         speculative.update(draft_quantization=rounding or "none")
     if config.speculates:
         speculative.update(
+            has_rows=resolved.algorithm in ALGORITHMS and ALGORITHMS[resolved.algorithm].has_rows,
             num_steps=tree.model_steps,
             eagle_topk=tree.topk,
             num_draft_tokens=tree.nodes,

@@ -30,6 +30,8 @@ CASES = {
         ["--speculative-algorithm", "EAGLE3+NGRAM"],
         TreeConfig(5, 4, 8, ngram_steps=8),
     ),
+    "DFLASH": (["--speculative-algorithm", "DFLASH", "--speculative-num-steps", "6"], TreeConfig(6, 4, 25)),
+    "DFLASH+NGRAM": (["--speculative-algorithm", "DFLASH+NGRAM"], TreeConfig(5, 4, 8, ngram_steps=8)),
     "MEDUSA": (
         ["--speculative-algorithm", "MEDUSA", "--medusa-choices", "[(1,), (1, 3)]"],
         TreeConfig(2, 4, 3, ((1,), (1, 3))),
@@ -63,7 +65,8 @@ def test_options_become_one_tree_that_the_rope_tables_and_server_info_agree_with
         assert (shown["num_steps"], shown["eagle_topk"], shown["num_draft_tokens"], shown["ngram_depth"]) == (
             *(tree.model_steps, tree.topk, tree.nodes, tree.ngram_steps),
         )
-    assert shown["algorithm"] == case if case in ("NONE", "NGRAM", "MEDUSA") or "+" in case else "EAGLE3"
+        assert shown["has_rows"] == (case == "DFLASH"), "n-grams come from no row"
+    assert shown["algorithm"] == case if case in ("NONE", "NGRAM", "MEDUSA", "DFLASH") or "+" in case else "EAGLE3"
 
 
 def test_checkpoints_of_states_share_the_memory_with_kv(monkeypatch: pytest.MonkeyPatch) -> None:
