@@ -12,6 +12,7 @@ from typing import Literal
 NONE, NGRAM = "NONE", "NGRAM"
 _FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
 _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:eagle_drafter", f"{_DRAFTERS}.eagle:static_eagle_drafter"
+_PAIRS, _NO_KV = f"{_DRAFTERS}.eagle:lookahead", f"{_DRAFTERS}.feature:lookahead"
 
 _OTHER_TARGET = "a draft for another target or another chat template"
 _OVERRIDE = ". The log's first lines say how it is read, and --speculative-draft-config-override changes it"
@@ -48,12 +49,14 @@ class Algorithm:
     holds: str  # what its files hold, for messages
     files: str  # the module that reads them, see `DraftFormat`
     drafter: str  # makes its `Drafter` from the model and a `DrafterSetup`
+    lookahead: str  # how many KV slots after a request's text it writes, as a function of the `TreeConfig`
     silent_causes: str  # why almost nothing of it may be accepted without an error, for a warning
     static_tree: StaticTreeOption | None = None  # None: its trees always grow
     static_drafter: str | None = None  # makes the drafter of static trees, if it is another
     speculators: tuple[str, ...] = ()  # values of `speculators_model_type` in files of the library speculators
     stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
     prefixes: tuple[str, ...] = ()  # begin the names of its tensors in the target's own files
+    has_rows: bool = False  # one pass scores all levels: row k the tokens of level k
     is_model: bool = False  # a language model of its own, no head over the target's features
     demo: str = "eagle3"  # the directory of the demo's draft for it
 
@@ -84,6 +87,7 @@ _ROWS = (
         "Medusa heads",
         files=f"{_FILES}.medusa_files",
         drafter=f"{_DRAFTERS}.medusa:medusa_drafter",
+        lookahead=_NO_KV,
         silent_causes=_OTHER_TARGET,
         static_tree=_MEDUSA_CHOICES,
         stored="both",
@@ -95,6 +99,7 @@ _ROWS = (
         "a ReDrafter head",
         files=f"{_FILES}.redrafter_files",
         drafter=f"{_DRAFTERS}.redrafter:redrafter_drafter",
+        lookahead=_NO_KV,
         silent_causes=_OTHER_TARGET,
         demo="redrafter",
     ),
@@ -103,6 +108,7 @@ _ROWS = (
         "an MTP layer (NEXTN)",
         files=f"{_FILES}.mtp_files",
         drafter=_EAGLE,
+        lookahead=_PAIRS,
         silent_causes=f"another RoPE, MTP layers that were not trained, or {_OTHER_TARGET}",
         static_tree=TOKEN_TREE,
         static_drafter=_STATIC_EAGLE,
@@ -114,6 +120,7 @@ _ROWS = (
         "a Gemma 4 assistant",
         files=f"{_FILES}.gemma4_assistant_files",
         drafter=f"{_DRAFTERS}.frozen_kv:frozen_kv_drafter",
+        lookahead=_NO_KV,
         silent_causes=f"another RoPE, or {_OTHER_TARGET}",
     ),
     Algorithm(
@@ -121,9 +128,11 @@ _ROWS = (
         "a block drafter",
         files=f"{_FILES}.block_files",
         drafter=f"{_DRAFTERS}.block:block_drafter",
+        lookahead=f"{_DRAFTERS}.block:lookahead",
         silent_causes="another layout (sample_from_anchor), other aux layers (target_layer_ids), another window or "
         f"causality (sliding_window, is_causal), another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         speculators=("dflash", "dflash2", "dspark"),
+        has_rows=True,
         demo="block",
     ),
     Algorithm(
@@ -131,15 +140,18 @@ _ROWS = (
         "a P-EAGLE head",
         files=f"{_FILES}.peagle_files",
         drafter=f"{_DRAFTERS}.peagle:peagle_drafter",
+        lookahead=f"{_DRAFTERS}.peagle:lookahead",
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
         f"another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         speculators=("peagle",),
+        has_rows=True,
     ),
     Algorithm(
         "EAGLE3",
         "an EAGLE3 head",
         files=f"{_FILES}.eagle3_files",
         drafter=_EAGLE,
+        lookahead=_PAIRS,
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
         f"another vocabulary map (d2t), another RoPE, or {_OTHER_TARGET}{_OVERRIDE}",
         static_tree=TOKEN_TREE,
@@ -151,6 +163,7 @@ _ROWS = (
         "an EAGLE head",
         files=f"{_FILES}.eagle_files",
         drafter=_EAGLE,
+        lookahead=_PAIRS,
         silent_causes=f"another vocabulary map (--speculative-token-map), another RoPE, or {_OTHER_TARGET}{_OVERRIDE}",
         static_tree=TOKEN_TREE,
         static_drafter=_STATIC_EAGLE,
@@ -160,12 +173,13 @@ _ROWS = (
         "a language model",
         files=f"{_FILES}.standalone_files",
         drafter=f"{_DRAFTERS}.standalone:standalone_drafter",
+        lookahead=f"{_DRAFTERS}.standalone:lookahead",
         silent_causes="a model with other token ids, or trained on texts in another chat template",
         is_model=True,
     ),
 )
 ALGORITHMS = {row.name: row for row in _ROWS}
 # No draft, or one whose files tell its kind.
-UNNAMED = Algorithm("", "a draft", files="", drafter="", silent_causes="", stored="both")
+UNNAMED = Algorithm("", "a draft", files="", drafter="", lookahead="", silent_causes="", stored="both")
 ALIASES = {"MTP": "NEXTN", f"MTP+{NGRAM}": f"NEXTN+{NGRAM}"}
 NAMES = (NONE, *sorted(ALGORITHMS), NGRAM, *(f"{name}+{NGRAM}" for name in sorted(ALGORITHMS)))

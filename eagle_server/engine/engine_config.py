@@ -14,9 +14,9 @@ Backend = Literal["torch_native", "flashinfer"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The settings of one engine. `resolve` sets all but verify_attention, draft_attention and poison.
+    """The settings of one engine. `resolve` sets all but the last four fields.
 
-    The RoPE tables of target and draft must reach `context_length + tree.num_lookahead_slots`.
+    The RoPE tables of target and draft must reach `context_length + num_lookahead_slots`.
     """
 
     context_length: int
@@ -31,14 +31,15 @@ class EngineConfig:
     algorithm: str = "NONE"  # the name in /v1/server_info of how tokens are drafted
     backend: Backend = "torch_native"
     graph_sizes: tuple[int, ...] = ()  # batch sizes that CUDA graphs are captured for
-    verify_attention: Literal["auto", "paged", "mask", "cascade"] = (
-        "auto"  # how flashinfer computes attention in verification
-    )
-    draft_attention: TreeMode = "auto"  # the same in draft steps
     acceptance: Acceptance = Lossless()
     estimating: bool = False  # nodes rank by how often nodes of such a guess and depth were accepted
     adaptive: bool = False  # trees follow cost and load; else every request drafts its largest tree
     coupling: bool = True  # drafters also rank by the noise of the target's draws
+    num_lookahead_slots: int = 2  # KV slots after the text of a decoding request; `assemble` asks the drafter
+    verify_attention: Literal["auto", "paged", "mask", "cascade"] = (
+        "auto"  # how flashinfer computes attention in verification
+    )
+    draft_attention: TreeMode = "auto"  # the same in draft steps
     poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV
 
     @property

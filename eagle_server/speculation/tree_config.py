@@ -72,18 +72,6 @@ class TreeConfig:
         fitting = [shape for shape in fitting if shape.nodes >= free.get(shape.steps, shape).nodes]
         return (*(fitting or shapes[-1:]), TreeShape(0, 1))
 
-    @property
-    def num_lookahead_slots(self) -> int:
-        """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
-
-        Extend writes one row per level of the tree, and one more. Behind them stand the nodes that draft steps feed,
-        because both may run before the scheduler allocates the slots of the tokens that were accepted, and P-EAGLE's
-        rows of all levels but one. A draft language model does all this one slot later. Verifying writes one slot per
-        node. At least two: `Worker._run_ahead` writes position seq_len + 1 before the scheduler allocates it.
-        """
-        drafting = 0 if self.choices else self.steps + 2 + (self.model_steps - 1) * self.topk
-        return max(2, drafting, self.nodes, self.ngram_steps + 1 if self.ngram_steps else 0)
-
 
 def extend_widths(steps: int) -> tuple[int, ...]:
     """Rows per request that draft-extend is captured with, the narrow ones first, if trees have up to `steps` levels.

@@ -29,7 +29,6 @@ _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 class TreeDrafting:
     """A drafter under a budget.
 
-    extends_ahead: whether draft-extend, and then propose, may run before the next cycle's window is allocated.
     first_drafts: None: there is no draft model.
     Its estimates are those of `batches`; the budget teaches them.
     """
@@ -40,11 +39,10 @@ class TreeDrafting:
         batches: Batches,
         budget: Budget,
         *,
-        extends_ahead: bool = False,
         first_drafts: FirstDrafts | None = None,
     ) -> None:
         self.drafter, self.batches, self.budget, self.estimates = drafter, batches, budget, batches.estimates
-        self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
+        self.extends_ahead, self.first_drafts = drafter.extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
         self.proposed: ForwardAhead[Tree] = ForwardAhead()  # from that state
         self._extended_rows = 0  # of the draft-extend that ran ahead

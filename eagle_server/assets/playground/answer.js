@@ -5,7 +5,9 @@
  * prompt's pass. at: seconds in the engine since the first token. reasoning: it is not part of the answer's text.
  */
 export class Answer {
-  constructor() {
+  /** hasRows: row k of the drafter scored all drafted tokens of level k. */
+  constructor(hasRows = false) {
+    this.hasRows = hasRows;
     this.pieces = [];
     this.cycles = [];
     this.histogram = [];
@@ -58,7 +60,7 @@ export class Answer {
   }
 
   #cycle(tree, parts) {
-    const cycle = this.cycles.push(tree) - 1;
+    const cycle = this.cycles.push({ ...tree, hasRows: this.hasRows }) - 1;
     const length = tree.accepted.length;
     this.histogram[length] = (this.histogram[length] ?? 0) + 1;
     this.drafted += tree.tokens.length - 1;

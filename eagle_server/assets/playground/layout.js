@@ -3,6 +3,7 @@
 export const HEIGHT = 28; // px, of a node
 export const FONT = 13; // px
 export const SMALL = 11; // px, of a node's chance
+const LABEL = 20; // px above a tree, for the names of its rows
 const [PADDING, SPACE, MARGIN] = [10, 8, 10]; // px: in a node, between its texts, around the tree
 const [LEAST_ROW, LARGEST_ROW] = [36, 96]; // px from leaf to leaf
 const [LEAST_GAP, LARGEST_GAP] = [26, 190]; // px between columns
@@ -25,8 +26,9 @@ const percent = (score) => {
 
 /**
  * Place a tree's nodes so that it fills an area {width, height}; what cannot is larger than the area, and is scrolled.
- * measure(text, px) is the width of a text. Returns {nodes, width, height}; a node is {text, raw, kind, number, parent,
- * depth, score, chance, x, y, width}, y its middle. The bonus token, if there is one, is the last node.
+ * measure(text, px) is the width of a text. Returns {nodes, labels, width, height}; a node is {text, raw, kind, number,
+ * parent, depth, score, chance, x, y, width}, y its middle. The bonus token, if there is one, is the last node. A label
+ * {text, words, x, y} names the row that scored a column, where the drafter has rows.
  */
 export function layout(tree, area, measure) {
   const nodes = nodesOf(tree);
@@ -34,12 +36,27 @@ export function layout(tree, area, measure) {
     node.textWidth = measure(node.text, FONT);
     node.width = Math.max(34, node.textWidth + (node.chance ? SPACE + measure(node.chance, SMALL) : 0) + 2 * PADDING);
   }
-  const rows = placeRows(nodes);
-  const row = between(LEAST_ROW, (area.height - 2 * MARGIN - HEIGHT) / Math.max(rows - 1, 1), LARGEST_ROW);
-  const tall = (rows - 1) * row + HEIGHT + 2 * MARGIN;
+  const [rows, top] = [placeRows(nodes), tree.hasRows ? LABEL : 0];
+  const row = between(LEAST_ROW, (area.height - top - 2 * MARGIN - HEIGHT) / Math.max(rows - 1, 1), LARGEST_ROW);
+  const tall = top + (rows - 1) * row + HEIGHT + 2 * MARGIN;
   const height = Math.max(tall, area.height);
-  for (const node of nodes) node.y = (height - tall) / 2 + MARGIN + HEIGHT / 2 + node.row * row;
-  return { nodes, height, width: placeColumns(nodes, area.width) };
+  const first = (height - tall) / 2 + top + MARGIN;
+  for (const node of nodes) node.y = first + HEIGHT / 2 + node.row * row;
+  const width = placeColumns(nodes, area.width);
+  return { nodes, height, width, labels: tree.hasRows ? labelsOf(nodes, first - LABEL) : [] };
+}
+
+/** The rows of scores that a tree's columns were drafted from. The bonus token is the target's own. */
+function labelsOf(nodes, y) {
+  const columns = new Map();
+  for (const node of nodes) {
+    if (node.kind === "accepted" || node.kind === "refused") columns.set(node.depth, [...(columns.get(node.depth) ?? []), node]);
+  }
+  return [...columns].map(([depth, column]) => {
+    const taken = column.find(({ kind }) => kind === "accepted");
+    const said = taken ? `${JSON.stringify(taken.raw)} accepted` : "none accepted";
+    return { text: `row ${depth}`, words: `row ${depth}: ${column.length} verified, ${said}`, x: column[0].x, y };
+  });
 }
 
 const between = (least, value, most) => Math.min(most, Math.max(least, value));

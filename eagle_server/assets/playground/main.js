@@ -19,6 +19,7 @@ const state = {
   plain: null,
   pairs: [], // of answers, [speculative, plain], that were not drawn while they came
   deepest: 0, // levels that the server drafts at most, 0 without a drafter
+  hasRows: false, // whether the server drafts from one row of scores per level
   lossy: false, // whether the server's acceptance rule changes texts
   running: null, // the AbortController of a run
   due: false, // `show` will run
@@ -37,6 +38,7 @@ async function greet() {
     const info = await get("v1/server_info", key());
     const serving = info.serving ?? {};
     state.deepest = serving.num_steps ?? 0;
+    state.hasRows = info.resolved?.speculative?.has_rows ?? false;
     state.lossy = info.config.speculative.acceptance !== "lossless";
     $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `up to ${state.deepest} steps` : ""].filter(Boolean).join(" · ");
     if (serving.max_request_tokens) limitTokens(serving.max_request_tokens);
@@ -171,7 +173,7 @@ function unlessStopped(error) {
 function begin() {
   complain(null);
   clearRemarks();
-  Object.assign(state, { answer: new Answer(), plain: null, pairs: [], running: new AbortController() });
+  Object.assign(state, { answer: new Answer(state.hasRows), plain: null, pairs: [], running: new AbortController() });
   text.clear();
   stage.begin(state.answer.cycles);
   race.clear($("compare").checked ? "The race starts when the speculative answer is complete." : "A race needs “Compare with plain decoding”.");

@@ -43,13 +43,13 @@ function paint(canvas, answer, number, size, scale) {
   pen.fillText(summary(tree), after, HEAD / 2);
   pen.save();
   pen.translate(EDGE, HEAD);
-  paintTree(pen, layout(tree, size, measure).nodes, color, font);
+  paintTree(pen, layout(tree, size, measure), color, font);
   pen.restore();
   paintLegend(pen, width, color, font);
   paintText(pen, answer, number, { width, y: height - FOOT / 2 }, color, font);
 }
 
-function paintTree(pen, nodes, color, font) {
+function paintTree(pen, { nodes, labels }, color, font) {
   for (const node of inOrder(nodes.filter((each) => each.parent >= 0))) {
     const { from, leave, bends, to, weight } = edgeOf(nodes[node.parent], node);
     pen.strokeStyle = color(node.kind === "refused" ? "refused-line" : node.kind);
@@ -62,6 +62,9 @@ function paintTree(pen, nodes, color, font) {
     pen.stroke();
   }
   pen.setLineDash([]);
+  font(SMALL);
+  pen.fillStyle = color("quiet");
+  for (const { text, x, y } of labels) pen.fillText(text, x, y);
   const fills = { root: "ink", accepted: "accepted-soft", bonus: "bonus-soft", refused: "card" };
   const lines = { root: "ink", accepted: "accepted", bonus: "bonus", refused: "refused-line" };
   for (const node of nodes) {

@@ -99,6 +99,7 @@ export class Stage {
     if (!tree || !$("tree").clientWidth) return;
     drawTree($("tree"), tree, `Cycle ${this.shown + 1}`);
     $("score-note").hidden = !tree.scores;
+    $("row-note").hidden = !tree.hasRows;
   }
 
   #showControls() {

@@ -38,13 +38,14 @@ function edge(parent, node) {
   return path;
 }
 
-function box(node) {
+function box(node, hasRows) {
   const group = element("g", { class: `node ${node.kind}` });
   group.style.setProperty("--depth", node.depth);
   const score = node.chance ? `, log of the path's chance ${node.score.toFixed(2)}` : "";
+  const row = hasRows && ["accepted", "refused"].includes(node.kind) ? `, scored by row ${node.depth}` : "";
   const at = textsOf(node);
   group.append(
-    element("title", {}, `${JSON.stringify(node.raw)}: ${WORDS[node.kind]}${score}`),
+    element("title", {}, `${JSON.stringify(node.raw)}: ${WORDS[node.kind]}${row}${score}`),
     element("rect", { x: node.x, y: node.y - HEIGHT / 2, width: node.width, height: HEIGHT, rx: 7 }),
     element("text", { x: at.token, y: node.y + BASELINE }, node.text),
   );
@@ -52,16 +53,23 @@ function box(node) {
   return group;
 }
 
+function label({ text, words, x, y }) {
+  const made = element("text", { class: "row", x, y: y + BASELINE }, text);
+  made.append(element("title", {}, words));
+  return made;
+}
+
 /** Draw a cycle's tree into an element, in place of what it holds. It fills the element, and is scrolled if it is larger. */
 export function drawTree(parent, tree, name) {
   const area = { width: parent.clientWidth, height: parent.clientHeight };
-  const { nodes, width, height } = layout(tree, area, measure);
+  const { nodes, labels, width, height } = layout(tree, area, measure);
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
   const edges = inOrder(nodes.filter((node) => node.parent >= 0)).map((node) => edge(nodes[node.parent], node));
-  svg.append(...edges, ...nodes.map(box));
+  svg.append(...edges, ...nodes.map((node) => box(node, tree.hasRows)), ...labels.map(label));
   parent.replaceChildren(svg);
   parent.scrollTop = nodes[0].y - area.height / 2;
   const path = tree.accepted.map((node) => JSON.stringify(tree.tokens[node])).join(" ") || "none";
   const bonus = tree.bonus === null ? "none" : JSON.stringify(tree.bonus);
-  parent.setAttribute("aria-label", `${name}: ${summary(tree)}. Accepted: ${path}. Bonus token: ${bonus}`);
+  const rows = labels.map(({ words }) => `. ${words}`).join("");
+  parent.setAttribute("aria-label", `${name}: ${summary(tree)}. Accepted: ${path}. Bonus token: ${bonus}${rows}`);
 }

@@ -23,7 +23,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.assembly.backends import Backends
-from eagle_server.engine.assembly.drafters import make_drafter
+from eagle_server.engine.assembly.drafters import lookahead_slots, make_drafter
 from eagle_server.engine.assembly.follow import send_setup
 from eagle_server.engine.assembly.pools import make_pool, make_states
 from eagle_server.engine.engine import Engine
@@ -95,6 +95,8 @@ def assemble(
     around = around or Surroundings()
     ranks = around.ranks
     device = target.embed.device
+    row = None if draft is None else ALGORITHMS[draft.algorithm]
+    config = replace(config, num_lookahead_slots=lookahead_slots(row, config.tree))
     _check(draft, config)
     backends = Backends(config, device, around.flashinfer)
     graphs = Graphs(around.recorder or _recorder(config, device))
@@ -166,8 +168,7 @@ def _drafting(
         budget = AdaptiveBudget(
             *sizes, CostModel(policy), estimates, drafter.forwards, drafter.widest, trees, first_drafts=first_drafts
         )
-    extends_ahead = drafter.extends_ahead and tree.steps < tree.num_lookahead_slots
-    return TreeDrafting(drafter, batches, budget, extends_ahead=extends_ahead, first_drafts=first_drafts)
+    return TreeDrafting(drafter, batches, budget, first_drafts=first_drafts)
 
 
 def _measure(worker: Worker, costs: CostModel, config: EngineConfig, shapes: Shapes) -> None:
@@ -191,10 +192,10 @@ def _measure(worker: Worker, costs: CostModel, config: EngineConfig, shapes: Sha
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:
     """Refuse numbers with which no request could be served."""
     usable, tree = config.max_total_tokens // config.page_size * config.page_size, config.tree
-    if usable < tree.num_lookahead_slots + 2:
+    if usable < config.num_lookahead_slots + 2:
         raise ValueError(
             f"--max-total-tokens {config.max_total_tokens}: {usable} slots in pages of {config.page_size} hold no "
-            f"request; drafting and verifying alone need {tree.num_lookahead_slots}"
+            f"request; drafting and verifying alone need {config.num_lookahead_slots}"
         )
     if draft is not None and tree.topk > draft.draft_vocab_size:
         raise ValueError(f"--speculative-eagle-topk {tree.topk}: the head drafts from {draft.draft_vocab_size} tokens")
@@ -225,7 +226,7 @@ def _kv_cache(
 ) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
-    width = config.context_length + config.tree.num_lookahead_slots
+    width = config.context_length + config.num_lookahead_slots
     table = PageTable(config.max_running_requests, width, config.page_size, device, shared=shared)
 
     def poison(pages: list[int]) -> None:
@@ -290,7 +291,7 @@ def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:
         context_length=config.context_length,
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
-        num_lookahead_slots=config.tree.num_lookahead_slots,
+        num_lookahead_slots=config.num_lookahead_slots,
         steps=config.tree.steps,
         uses_features=uses_features,
         lossy=config.acceptance.lossy,
@@ -300,7 +301,7 @@ def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:
 
 def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: Mapping[str, Any] | None) -> Ready:
     """The message in which the engine tells the API process about itself."""
-    most = kv.allocator.num_pages * config.page_size - config.tree.num_lookahead_slots
+    most = kv.allocator.num_pages * config.page_size - config.num_lookahead_slots
     return Ready(
         context_length=config.context_length,
         max_request_tokens=min(config.context_length, most),

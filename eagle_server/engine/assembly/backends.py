@@ -50,7 +50,7 @@ class Backends:
         config, specs, heads = self._config, layer_specs(model, model.config), model.config.num_heads
         limits = AttentionLimits(
             batch=config.max_running_requests * requests_each,
-            kv_len=config.context_length + config.tree.num_lookahead_slots,
+            kv_len=config.context_length + config.num_lookahead_slots,
             graph_batches=config.graph_sizes,
             graph_rows=graph_rows,
         )

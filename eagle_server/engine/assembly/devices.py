@@ -219,7 +219,7 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
     differently over long texts. `streams`: residual streams in a node's feature that a drafter reads.
     """
     hidden, logits = model.hidden_size * model.dtype.itemsize, model.vocab_size * model.logits_dtype.itemsize
-    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots) if tree.steps else 0
+    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.model_steps * tree.topk) if tree.steps else 0
     rows, kept = 0, 0
     for size in sizes:
         kept += size * extend * len(extend_widths(tree.steps))

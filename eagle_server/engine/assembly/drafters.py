@@ -5,17 +5,28 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
-from eagle_server.algorithms import ALGORITHMS
+from eagle_server.algorithms import ALGORITHMS, Algorithm
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.engine.assembly.backends import Backends
 from eagle_server.engine.assembly.pools import make_pool
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftModel
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.drafters.interface import Drafter, DrafterSetup
 from eagle_server.worker.drafters.mixture import MixtureDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.graphs import Graphs
+
+
+def lookahead_slots(row: Algorithm | None, tree: TreeConfig) -> int:
+    """KV slots after the text of a decoding request: as many as its drafter writes, and one per verified node.
+
+    At least two: `Worker._run_ahead` writes position seq_len + 1 before the scheduler allocates it. `row`: of the draft
+    model; None: there is none.
+    """
+    drafting = 0 if row is None else resolve_name(row.lookahead)(tree)
+    return max(2, drafting, tree.nodes)
 
 
 def make_drafter(

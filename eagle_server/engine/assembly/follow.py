@@ -10,7 +10,6 @@ from eagle_server.engine.assembly.pools import make_pool, make_states
 from eagle_server.engine.engine_config import Backend, EngineConfig
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
-from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.follower import Follower
 from eagle_server.worker.rank_messages import RankMessage
 from eagle_server.worker.request_states import RequestStates
@@ -22,7 +21,7 @@ _BACKENDS: tuple[Backend, ...] = get_args(Backend)
 def send_setup(ranks: RankGroup, config: EngineConfig) -> None:
     """Send the sizes that rank 0 has resolved to all ranks."""
     sizes = (config.context_length, config.max_total_tokens, config.page_size, config.max_running_requests)
-    trees = (config.tree.num_lookahead_slots, config.tree.nodes)
+    trees = (config.num_lookahead_slots, config.tree.nodes)
     ranks.send(RankMessage.SETUP, [*sizes, *trees, config.checkpoints, _BACKENDS.index(config.backend)])
 
 
@@ -31,8 +30,14 @@ def assemble_follower(target: Target, ranks: RankGroup, *, flashinfer: Any = Non
     kind, numbers, _ = ranks.receive()
     assert kind == RankMessage.SETUP, "rank 0 sends the sizes first"
     context, tokens, page_size, running, lookahead, nodes, checkpoints, backend = numbers
-    tree = TreeConfig(nodes=lookahead)  # all that a follower needs
-    config = EngineConfig(context, tokens, tree, page_size, running, backend=_BACKENDS[backend])
+    config = EngineConfig(
+        context,
+        tokens,
+        page_size=page_size,
+        max_running_requests=running,
+        backend=_BACKENDS[backend],
+        num_lookahead_slots=lookahead,
+    )
     device = target.embed.device
     pool = make_pool(target.config, config.kv_slots, device)
     attention = Backends(config, device, flashinfer).make(target, pool, (), config.verify_attention)

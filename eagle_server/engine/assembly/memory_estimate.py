@@ -25,6 +25,7 @@ from eagle_server.engine.assembly.from_config import with_own_drafts
 from eagle_server.engine.assembly.pools import bytes_per_slot, state_bytes
 from eagle_server.engine.assembly.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
 from eagle_server.machine import usable_memory
+from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
 from eagle_server.models.checkpoints.drafts.draft_loading import format_of
 from eagle_server.models.checkpoints.drafts.load_draft import detect, draft_files
 from eagle_server.models.checkpoints.load_target import read_model_config
@@ -38,7 +39,6 @@ from eagle_server.ops.native.library import available
 from eagle_server.speculation.tree_config import TreeConfig
 
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4, "mxfp4": 4.25}  # per weight, with scales, and zeros of groups of 128
-_MOST_STREAMS = 3  # residual streams in a node's feature; an EAGLE-3 head reads the most
 _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
 
 
@@ -67,7 +67,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     if device.type == "cuda":
         sizes = graph_sizes(config, resolve_backend(config, device, target))
         adaptive = config.speculates and config.speculative.adapts
-        graphs = graph_memory(sizes, tree, target, streams=_MOST_STREAMS, adaptive=adaptive)
+        graphs = graph_memory(sizes, tree, target, streams=most_streams(config, target), adaptive=adaptive)
     ranks, draft = config.device.tp_size, 0
     native = config.device.cpu_kernels != "torch" and available(device, dtype)
     if config.draft_path not in (None, config.target_path):  # the target's files may hold its draft
@@ -180,12 +180,26 @@ def _memory(config: Config, device: torch.device) -> int:
 
 def _draft_bytes_per_slot(config: Config, target: ModelConfig) -> int:
     """Bytes of a draft's KV per slot, of the layers that its loader reads."""
-    row = _draft_row(config)
-    if config.draft_path is None or row is None:
-        return 0
-    overrides = {**(config.speculative.draft_config_override or {}), "vocab_size": target.vocab_size}  # but for padding
-    layers = format_of(row).kv_config(draft_files(config.draft_path, config.target_path, overrides), target)
+    row, files = _draft_row(config), _files_of_draft(config, target)
+    layers = None if row is None or files is None else format_of(row).kv_config(files, target)
     return 0 if layers is None else bytes_per_slot(layers)
+
+
+def most_streams(config: Config, target: ModelConfig) -> int:
+    """The most residual streams of the target that a node's feature may have: those that the draft's fc takes at once.
+
+    The fc of an EAGLE-1/2 head takes the feature beside an embedding, and counts as one stream more.
+    """
+    files = _files_of_draft(config, target)
+    return 0 if files is None else files.matrix("fc.weight")[1] // target.hidden_size
+
+
+def _files_of_draft(config: Config, target: ModelConfig) -> DraftFiles | None:
+    """The draft's files; None: nothing is read from files."""
+    if config.draft_path is None or _draft_row(config) is None:
+        return None
+    overrides = {**(config.speculative.draft_config_override or {}), "vocab_size": target.vocab_size}  # but for padding
+    return draft_files(config.draft_path, config.target_path, overrides)
 
 
 def _draft_row(config: Config) -> Algorithm | None:

@@ -19,6 +19,7 @@ from eagle_server.engine.assembly.devices import (
     resolve_backend,
     rounding_of_draft,
 )
+from eagle_server.engine.assembly.drafters import lookahead_slots
 from eagle_server.engine.assembly.pools import CheckpointPlan, bytes_per_slot, state_bytes
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.config import CHUNK_LIMIT, ModelConfig
@@ -59,7 +60,8 @@ def resolve(config: Config, target: Target, draft: DraftModel | None) -> EngineC
     states += 0 if saving is None else saving.least
     memory = _beside_states(config, memory_for_kv(config, device, graphs), states)
     fitting = memory // slot if saving is None else saving.slots_that_fit(memory, slot)
-    slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.num_lookahead_slots, fitting)
+    window = lookahead_slots(None if draft is None else ALGORITHMS[draft.algorithm], tree)
+    slots = config.cache.max_total_tokens or _slots_that_fit(config, context + window, fitting)
     return EngineConfig(
         context_length=context,
         max_total_tokens=slots,
@@ -138,11 +140,14 @@ def lookahead_bound(config: Config, target: ModelConfig) -> int:
     The RoPE tables are made when the models are loaded. The kind of draft, and so its tree, is known only after that.
     """
     if not config.speculates:
-        return TreeConfig().num_lookahead_slots
+        return lookahead_slots(None, TreeConfig())
     section = config.speculative
-    window = dynamic_tree(section, target).num_lookahead_slots
-    trees = [choices for option in section.static_trees if (choices := _listed(section, option))]
-    return max(window, *(max(len(choices) + 1, section.num_draft_tokens or 0) for choices in trees), 0)
+    trees = [dynamic_tree(section, target)]
+    for option in section.static_trees:
+        if choices := _listed(section, option):
+            nodes = max(len(choices) + 1, section.num_draft_tokens or 0)
+            trees.append(TreeConfig(steps_of(choices), nodes=nodes, choices=choices))
+    return max(lookahead_slots(row, tree) for row in ALGORITHMS.values() for tree in trees)
 
 
 def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> TreeConfig:
@@ -265,6 +270,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
         speculative.update(draft_quantization=rounding or "none")
     if config.speculates:
         speculative.update(
+            has_rows=resolved.algorithm in ALGORITHMS and ALGORITHMS[resolved.algorithm].has_rows,
             num_steps=tree.model_steps,
             eagle_topk=tree.topk,
             num_draft_tokens=tree.nodes,

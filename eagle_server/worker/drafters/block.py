@@ -26,6 +26,7 @@ from eagle_server.attention.interface import (
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
 from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.batch.draft_ranking import DraftRanking
@@ -57,6 +58,11 @@ class _Planned:
         every = torch.ones(bs, rows, rows, dtype=torch.bool, device=device)
         mask = TreeMask(every, depths.expand(bs, -1), depths.expand(bs, -1))
         return self.plan.bind(window_batch(mask, 0, requests, self.layout))
+
+
+def lookahead(tree: TreeConfig) -> int:
+    """KV slots after a request's text: the rows of draft-extend, or a block in their place: the root and the levels."""
+    return tree.steps + 1
 
 
 def block_drafter(head: BlockHead, setup: DrafterSetup) -> ModelDrafter[ContextWritten]:

@@ -8,11 +8,21 @@ from dataclasses import replace
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.speculation.static_tree import static_tree
-from eagle_server.speculation.tree_config import extend_widths
+from eagle_server.speculation.tree_config import TreeConfig, extend_widths
 from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
 from eagle_server.worker.drafters.multi_step import MultiStep, NativeMultiStep
 from eagle_server.worker.drafters.pairs import NativePairReader, PairReader
 from eagle_server.worker.drafters.static_levels import StaticLevels
+
+
+def lookahead(tree: TreeConfig) -> int:
+    """KV slots after a request's text: the rows of draft-extend, and behind them the nodes that draft steps feed.
+
+    Both may run before the slots of the newest tokens are allocated. A static tree's nodes are fed later, and are no
+    more than the target verifies.
+    """
+    extended = tree.steps + 1
+    return extended if tree.choices else extended + (tree.model_steps - 1) * tree.topk
 
 
 def eagle_drafter(head: DraftHead, setup: DrafterSetup) -> ModelDrafter[EagleDraftInput]:

@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 from eagle_server.plan import TreeShape
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.graphs import GraphKey
+
+
+def lookahead(tree: TreeConfig) -> int:
+    """There is no KV."""
+    return 0
 
 
 class NewestFeature:

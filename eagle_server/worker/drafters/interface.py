@@ -48,9 +48,9 @@ class Reader(Protocol[Found]):
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
     reads_late: bool  # `prefill` may get the pairs of a prompt as late as when its request first drafts, without chunks
-    extends_ahead: (
-        bool  # `extend` reads device tensors and host lengths alone, and what it finds has `rows_of(requests)`
-    )
+    # `extend` reads device tensors and host lengths alone, what it finds has `rows_of(requests)`, and its rows fit into
+    # the slots behind a text to which the newest tokens are not yet added.
+    extends_ahead: bool
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""

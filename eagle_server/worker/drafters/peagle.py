@@ -13,7 +13,7 @@ from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequest
 from eagle_server.models.drafts.peagle import PEagleHead
 from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
-from eagle_server.speculation.tree_config import extend_widths
+from eagle_server.speculation.tree_config import TreeConfig, extend_widths
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
@@ -28,6 +28,11 @@ class DraftRows:
 
     def rows_of(self, requests: Tensor) -> DraftRows:
         return DraftRows(self.y.index_select(0, requests))
+
+
+def lookahead(tree: TreeConfig) -> int:
+    """KV slots after a request's text: the rows of draft-extend, and mask slots of all levels but the first."""
+    return tree.steps + 1 + tree.model_steps - 1
 
 
 def peagle_drafter(head: PEagleHead, setup: DrafterSetup) -> ModelDrafter[DraftRows]:

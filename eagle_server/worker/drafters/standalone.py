@@ -13,11 +13,17 @@ from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.plan import TreeShape
 from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.eagle import multi_step, pair_reader
 from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
 from eagle_server.worker.drafters.multi_step import MultiStep
 from eagle_server.worker.drafters.pairs import PairReader
+
+
+def lookahead(tree: TreeConfig) -> int:
+    """KV slots after a request's text: verified_id's, and behind it rows of draft-extend, then nodes in their place."""
+    return 1 + max(tree.steps, (tree.model_steps - 1) * tree.topk)
 
 
 def standalone_drafter(model: DraftLM, setup: DrafterSetup) -> ModelDrafter[EagleDraftInput]:

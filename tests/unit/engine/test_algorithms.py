@@ -13,6 +13,7 @@ from eagle_server.config import SpeculativeSection, sources
 from eagle_server.config.sections import DEMO_TARGET
 from eagle_server.models.checkpoints.drafts.draft_loading import DraftFormat, format_of
 from eagle_server.models.drafts.interface import DraftModel
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.drafters.interface import DrafterSetup
 
 ROWS = pytest.mark.parametrize("row", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -36,6 +37,8 @@ def test_the_modules_of_a_row_have_the_documented_functions(row: Algorithm) -> N
     for drafter in filter(None, (row.drafter, row.static_drafter)):
         first, setup = inspect.signature(resolve_name(drafter)).parameters.values()
         assert setup.annotation == DrafterSetup.__name__, first
+    [tree] = inspect.signature(resolve_name(row.lookahead)).parameters.values()
+    assert tree.annotation == TreeConfig.__name__
 
 
 @ROWS

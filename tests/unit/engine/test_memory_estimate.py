@@ -18,10 +18,10 @@ from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
 from eagle_server.engine.assembly import devices
 from eagle_server.engine.assembly import memory_estimate as module
 from eagle_server.engine.assembly.from_config import load_models
-from eagle_server.engine.assembly.memory_estimate import memory_estimate, refusal, weight_bytes
+from eagle_server.engine.assembly.memory_estimate import memory_estimate, most_streams, refusal, weight_bytes
 from eagle_server.engine.assembly.pools import bytes_per_slot, make_states
 from eagle_server.engine.assembly.resolve import resolve
-from eagle_server.models.checkpoints.load_target import DtypeName, load_target
+from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
@@ -74,33 +74,36 @@ BLOCK = {"block_size": 4, "mask_token_id": 1, "aux_hidden_state_layer_ids": [1, 
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "layers"),
+    ("tensors", "config", "layers", "streams"),
     [
         (
-            block_tensors(dc.target(), 2, depth=3),
+            block_tensors(dc.target(), 5, depth=3),
             {"speculators_model_type": "dflash", "transformer_layer_config": qwen3(dc.target(), 3), **BLOCK},
             3,
+            5,
         ),
-        (block_tensors(dc.target(), 2), qwen3(dc.target(), vocab_size=40, target_layer_ids=[0, 3], **BLOCK), 2),
-        (dc.eagle_tensors(bias=False), dc.CONFIG, 1),
-        (dc.eagle3_tensors() | SECOND, EAGLE3, 2),
+        (block_tensors(dc.target(), 2), qwen3(dc.target(), vocab_size=40, target_layer_ids=[0, 3], **BLOCK), 2, 2),
+        (dc.eagle_tensors(bias=False), dc.CONFIG, 1, 2),
+        (dc.eagle3_tensors() | SECOND, EAGLE3, 2, 3),
         (
             dc.eagle3_tensors() | SECOND | {"mask_hidden": torch.ones(1, 1, 3 * dc.H)},
             {"speculators_model_type": "peagle", "transformer_layer_config": EAGLE3, "mask_token_id": 1},
             2,
+            3,
         ),
     ],
     ids=["speculators' block drafter", "another padded vocabulary", "EAGLE", "two layers", "P-EAGLE"],
 )
-def test_kv_of_a_draft_is_that_of_its_own_layers(
-    tmp_path: Path, tensors: dc.Tensors, config: dict[str, Any], layers: int
+def test_kv_of_a_draft_is_that_of_its_own_layers_and_its_streams_those_of_its_fc(
+    tmp_path: Path, tensors: dc.Tensors, config: dict[str, Any], layers: int, streams: int
 ) -> None:
     """Its heads are narrower than the target's, and config.json may nest or misstate the number of layers."""
     save_checkpoint(dc.target(**SHAPE), tmp_path / "target", SHAPE, torch.float32)
     dc.write(tmp_path / "draft", tensors, config)
     paths = ["--model-path", str(tmp_path / "target"), "--speculative-draft-model-path", str(tmp_path / "draft")]
-    estimate = memory_estimate(parse_args([*paths, "--dtype", "float32"], environ={}))
-    assert estimate["kv_per_token"] == 2 * 4 * dc.KV * (dc.LAYERS * 20 + layers * dc.D)
+    given = parse_args([*paths, "--dtype", "float32"], environ={})
+    assert memory_estimate(given)["kv_per_token"] == 2 * 4 * dc.KV * (dc.LAYERS * 20 + layers * dc.D)
+    assert most_streams(given, read_model_config(tmp_path / "target")) == streams
 
 
 def test_kv_of_an_mtp_layer_is_latent_where_the_targets_is(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from eagle_server.algorithms import ALGORITHMS
 from eagle_server.config import parse_args
 from eagle_server.engine.assembly import devices
+from eagle_server.engine.assembly.drafters import lookahead_slots
 from eagle_server.engine.assembly.from_config import load_models
 from eagle_server.engine.assembly.pools import state_bytes
 from eagle_server.engine.assembly.resolve import lookahead_bound, resolve, server_info
@@ -28,6 +30,8 @@ CASES = {
         ["--speculative-algorithm", "EAGLE3+NGRAM"],
         TreeConfig(5, 4, 8, ngram_steps=8),
     ),
+    "DFLASH": (["--speculative-algorithm", "DFLASH", "--speculative-num-steps", "6"], TreeConfig(6, 4, 25)),
+    "DFLASH+NGRAM": (["--speculative-algorithm", "DFLASH+NGRAM"], TreeConfig(5, 4, 8, ngram_steps=8)),
     "MEDUSA": (
         ["--speculative-algorithm", "MEDUSA", "--medusa-choices", "[(1,), (1, 3)]"],
         TreeConfig(2, 4, 3, ((1,), (1, 3))),
@@ -53,16 +57,16 @@ def test_options_become_one_tree_that_the_rope_tables_and_server_info_agree_with
     assert resolved.tree == tree
     adjustments = [message for message in caplog.messages if "is adjusted to" in message]
     assert len(adjustments) == (case == "chain"), "an adjustment is said once"
-    assert lookahead_bound(config, models.target.config) >= tree.num_lookahead_slots, (
-        "the models' RoPE tables are too short"
-    )
-    assert resolved.max_total_tokens % 4 == 0 and resolved.max_total_tokens <= 48 * (512 + tree.num_lookahead_slots)
+    slots = lookahead_slots(None if models.draft is None else ALGORITHMS[models.draft.algorithm], tree)
+    assert lookahead_bound(config, models.target.config) >= slots, "the models' RoPE tables are too short"
+    assert resolved.max_total_tokens % 4 == 0 and resolved.max_total_tokens <= 48 * (512 + slots)
     shown = server_info(config, resolved, models.target)["speculative"]
     if case != "NONE":
         assert (shown["num_steps"], shown["eagle_topk"], shown["num_draft_tokens"], shown["ngram_depth"]) == (
             *(tree.model_steps, tree.topk, tree.nodes, tree.ngram_steps),
         )
-    assert shown["algorithm"] == case if case in ("NONE", "NGRAM", "MEDUSA") or "+" in case else "EAGLE3"
+        assert shown["has_rows"] == (case == "DFLASH"), "n-grams come from no row"
+    assert shown["algorithm"] == case if case in ("NONE", "NGRAM", "MEDUSA", "DFLASH") or "+" in case else "EAGLE3"
 
 
 def test_checkpoints_of_states_share_the_memory_with_kv(monkeypatch: pytest.MonkeyPatch) -> None:
