@@ -15,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-ABORT = "abort"  # what closes the request's connection at once, in the state of its scope
+# In the state of a request's scope:
+ABORT = "abort"  # what closes its connection at once
+WRITE = "write"  # what sends a part of its answer past the layers between, if that can be sent at once
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still here\n\n"  # clients ignore it; proxies see that the connection lives
@@ -105,14 +107,16 @@ class EventStream(Response):
         comments = None if self._keep_alive is None else asyncio.ensure_future(self._comment(send, self._keep_alive))
         try:
             with suppress(ClientDisconnect):
-                await while_connected(receive, self._send_all(send, comments))
+                await while_connected(receive, self._send_all(send, comments, scope["state"].get(WRITE)))
         except TimeoutError:
             await _disconnect(scope, receive)
         finally:
             await cancelled(self._first, *([comments] if comments else []))
             await self._events.aclose()
 
-    async def _send_all(self, send: Send, comments: asyncio.Future[None] | None) -> None:
+    async def _send_all(
+        self, send: Send, comments: asyncio.Future[None] | None, write: Callable[[bytes], bool] | None
+    ) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if not self._first.done():
             await self._send(send, COMMENT)  # the response begins with it
@@ -122,7 +126,8 @@ class EventStream(Response):
             data, more = self._failed(error), False
         while more:
             self._is_idle = False
-            await self._send(send, data)
+            if write is None or not write(data):
+                await self._send(send, data)
             await asyncio.sleep(0)  # lets `_disconnection` run: with a backlog no other call waits
             data, more = await anext(self._events)
         if comments is not None:

@@ -306,7 +306,8 @@ class Generation:
         self._requests = requests
         self._timeout, self._waited = timeout, waited
         self._running = len(requests)
-        self._inbox: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self._inbox = deque[TokenDelta | Exception]()
+        self._arrival: asyncio.Future[None] | None = None  # what the reader waits for
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
@@ -327,7 +328,10 @@ class Generation:
     async def __anext__(self) -> TokenDelta:
         if self._running == 0:
             raise StopAsyncIteration
-        item = await self._inbox.get()
+        while not self._inbox:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        item = self._inbox.popleft()
         if isinstance(item, Exception):
             raise item
         if item.finish_reason is not None:
@@ -337,14 +341,19 @@ class Generation:
     def put(self, delta: TokenDelta) -> None:
         if self._on_tokens is not None:
             self._on_tokens(len(delta.token_ids))
-        if self._inbox.qsize() >= MAX_UNREAD_DELTAS * len(self._requests):
+        if len(self._inbox) >= MAX_UNREAD_DELTAS * len(self._requests):
             self._leave()
             self.fail(SlowReader("the stream was not read as fast as it was generated"))
         else:
-            self._inbox.put_nowait(delta)
+            self._add(delta)
 
     def fail(self, error: Exception) -> None:
-        self._inbox.put_nowait(error)
+        self._add(error)
+
+    def _add(self, item: TokenDelta | Exception) -> None:
+        self._inbox.append(item)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def complete(self, request_id: str, kept: int) -> None:
         """The first `kept` tokens of a request are its answer. Abort it; its last delta still arrives."""

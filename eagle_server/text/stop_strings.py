@@ -11,7 +11,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         """`keep`: the stop string itself is part of the text."""
         self._stops, self._keep = tuple(stops), keep
-        self._longest = max(map(len, stops), default=0)
+        self._longest, self._firsts = max(map(len, stops), default=0), {stop[:1] for stop in stops}
         self._held = ""
         self.match: str | None = None  # the stop string that was found
 
@@ -40,6 +40,8 @@ class StopStrings:
 
     def _prefix_length(self, text: str) -> int:
         """Length of the longest suffix of `text` that is a prefix of a stop string."""
+        if not any(first in text for first in self._firsts):
+            return 0
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from eagle_server.api.connection import ABORT
+from eagle_server.api.connection import ABORT, WRITE
 from eagle_server.api.errors import bad_request
 from eagle_server.api.guard.addresses import address_of
 from eagle_server.turns import Turns
@@ -117,7 +117,7 @@ class BoundedConnection(H11Protocol):
         self._ignored = 0
         self._is_half_closed = False
         self._probed: object = None  # the newest request for which an interim answer was sent
-        self.app_state = {**self.app_state, ABORT: transport.abort}
+        self.app_state = {**self.app_state, ABORT: transport.abort, WRITE: self.send_chunk}
         super().connection_made(transport)
         self.address = address_of({"client": self.client})  # the client's, or the proxy's
         most = most_connections()
@@ -210,6 +210,17 @@ class BoundedConnection(H11Protocol):
     def _must_pause(self) -> bool:
         """Whether uvicorn wants to read nothing more, because enough of a body waits for its reader."""
         return self.cycle is not None and not self.cycle.response_complete and len(self.cycle.body) > HIGH_WATER_LIMIT
+
+    def send_chunk(self, data: bytes) -> bool:
+        """Send a part of an answer in chunks that has begun, as h11 does. It, uvicorn and middleware do nothing with it.
+
+        Returns False, and sends nothing, if the answer has no chunks or its client does not read.
+        """
+        is_chunked = self.conn.our_state is h11.SEND_BODY and self.scope["http_version"] == "1.1"
+        if not is_chunked or not data or self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def on_response_complete(self) -> None:
         self._since = time.monotonic()
