@@ -343,6 +343,7 @@ async def test_a_client_waits_for_no_prompt_of_another_one(
 ) -> None:
     flood = [clients.send(f"held {number} ", size) for number in range(24)]
     await clients.until_preparing(24)
+    await clients.until(1)
     async with of_another_client(http) as other:
         clients.http = other
         two = await asyncio.gather(*(clients.send(f"other {number} ", size) for number in range(2)))
