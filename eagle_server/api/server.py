@@ -18,9 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from eagle_server.api.guard.admission import Admission
+from eagle_server.api.guard.body import CloseIfAmbiguous
 from eagle_server.api.guard.connections import (
     BoundedConnection,
-    CloseIfAmbiguous,
     abort_all,
     close_overdue,
     most_connections,

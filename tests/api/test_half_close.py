@@ -74,6 +74,26 @@ def test_the_whole_answer_comes(server: Server, version: str, headers: str, *, s
     wait_until_idle(server)
 
 
+@VERSIONS
+def test_a_stream_has_chunks_in_http_1_1_alone(server: Server, version: str) -> None:
+    """Events go to the connection at once, as h11 would send them."""
+    received = half_closed(server, post({"prompt": "abc", "max_tokens": 6, "stream": True}, version))
+    head, _, body = received.removeprefix(CONTINUE).partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in head.lower()) == (version == "1.1")
+    if version == "1.1":
+        size, chunks = -1, list[bytes]()
+        while size:
+            line, _, body = body.partition(b"\r\n")
+            size = int(line, 16)
+            chunks.append(body[:size])
+            assert body[size : size + 2] == b"\r\n"
+            body = body[size + 2 :]
+        assert body == b"" and len(chunks) > 2
+        body = b"".join(chunks)
+    assert all(event.startswith((b"data: ", b": ")) for event in body.split(b"\n\n")[:-1])
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
 async def test_an_answer_that_begins_before_the_first_check_has_no_interim_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "FIRST_CHECK_SECONDS", float(PATIENCE))
     async with served(None) as port, connected(port, get("/") + get("/slow")) as (reader, writer):

@@ -9,7 +9,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.connection import while_connected
 from eagle_server.api.errors import ApiError, bad_request, unavailable
@@ -216,3 +218,34 @@ async def _on_thread(lane: Lane, function: Callable[[], T]) -> T:
 
 def _too_large(message: str = f"the body is larger than {MAX_BODY_BYTES} bytes") -> ApiError:
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+
+class CloseIfAmbiguous:
+    """ASGI middleware: ends a connection after an answer if it is ambiguous where the next request begins.
+
+    That is so if the client sent `expect: 100-continue` and the answer did not wait for the body, which may come or
+    not, and if the body had both a length and chunks (RFC 9112, section 6.1).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        is_doubled = "content-length" in headers and "transfer-encoding" in headers
+        if not is_doubled and headers.get("expect", "").lower() != "100-continue":
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+
+        async def receive_noted() -> Message:
+            nonlocal is_read
+            is_read = True
+            return await receive()
+
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and (is_doubled or not is_read):
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive_noted, send_closing)

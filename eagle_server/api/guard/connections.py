@@ -21,8 +21,6 @@ from http import HTTPStatus
 from weakref import WeakKeyDictionary
 
 import h11
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -212,7 +210,7 @@ class BoundedConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete and len(self.cycle.body) > HIGH_WATER_LIMIT
 
     def send_chunk(self, data: bytes) -> bool:
-        """Send a part of an answer in chunks that has begun, as h11 does. It, uvicorn and middleware do nothing with it.
+        """Send a part of an answer in chunks that has begun, as h11 does. The layers between do nothing with it.
 
         Returns False, and sends nothing, if the answer has no chunks or its client does not read.
         """
@@ -376,34 +374,3 @@ def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
     for connection in list(connections):
         if isinstance(connection, BoundedConnection):
             connection.transport.abort()
-
-
-class CloseIfAmbiguous:
-    """ASGI middleware: ends a connection after an answer if it is ambiguous where the next request begins.
-
-    That is so if the client sent `expect: 100-continue` and the answer did not wait for the body, which may come or
-    not, and if the body had both a length and chunks (RFC 9112, section 6.1).
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        is_doubled = "content-length" in headers and "transfer-encoding" in headers
-        if not is_doubled and headers.get("expect", "").lower() != "100-continue":
-            await self._app(scope, receive, send)
-            return
-        is_read = False
-
-        async def receive_noted() -> Message:
-            nonlocal is_read
-            is_read = True
-            return await receive()
-
-        async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and (is_doubled or not is_read):
-                MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
-        await self._app(scope, receive_noted, send_closing)
