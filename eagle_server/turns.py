@@ -100,8 +100,8 @@ class Lane:
 
     def __init__(self, threads: int, name: str, *, yields: bool = False) -> None:
         """`yields`: on Linux the threads get cores after everything else. Not for what keeps the interpreter lock."""
-        begin = _yield_cores if yields and sys.platform == "linux" else None
-        self._threads, self._lock = ThreadPoolExecutor(threads, name, begin), Lock()
+        self._threads = ThreadPoolExecutor(threads, name, yield_cores if yields else None)
+        self._lock = Lock()
         self._most = max(1, threads - 1)
         self._turns = Turns[Future[Any]]()
         self._functions: dict[Future[Any], tuple[str, Callable[[], Any]]] = {}  # those that wait, and their clients
@@ -141,9 +141,11 @@ class Lane:
         self._threads.submit(self._run_next)
 
 
-def _yield_cores() -> None:
-    thread = get_native_id()  # Linux has a priority per thread
-    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + 10, 19))
+def yield_cores() -> None:
+    """From now on this thread gets cores after all other ones, on Linux, which has a priority per thread."""
+    if sys.platform == "linux":
+        thread = get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + 10, 19))
 
 
 def _run(function: Callable[[], T], future: Future[T]) -> None:

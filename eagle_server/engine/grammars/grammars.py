@@ -21,11 +21,11 @@ from eagle_server.engine.grammars.check import GrammarCheck, limits
 from eagle_server.engine.grammars.matcher import LLGuidanceMatcher, MaskBudget
 from eagle_server.request import Grammar, GrammarError
 from eagle_server.text.token_spelling import byte_alphabet
-from eagle_server.turns import Lane
+from eagle_server.turns import Lane, yield_cores
 
 CACHED = 256  # grammars
 _CHECKS = 3  # processes, so that one slow grammar does not delay the others
-_MASK_THREADS = 2  # threads that compute slow masks
+_MASK_THREADS = 2  # threads that compile grammars and compute slow masks, after everything else
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Grammars:
         self._checks = LifoQueue[GrammarCheck]()  # the one that runs already comes first
         for _ in range(_CHECKS):
             self._checks.put(GrammarCheck(vocab_size))
-        self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
+        self._masking = ThreadPoolExecutor(_MASK_THREADS, "mask", yield_cores)
         self.budget = budget or MaskBudget()
         self._tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]] | None = None
         self._cache: OrderedDict[tuple[Grammar, str | None], Future[CompiledGrammar]] = OrderedDict()
