@@ -223,7 +223,7 @@ class ServerSection(Section):
     )
     record_rows_gb: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = Field(
         default=10.0,
-        description="most gigabytes of all files in --record-rows-dir: the oldest are removed; a token takes 7 bytes",
+        description="most gigabytes of all files in --record-rows-dir: the oldest are removed; 6 to 9 bytes a token",
     )
     record_rows_keys: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
         default=(),
