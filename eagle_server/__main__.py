@@ -166,8 +166,9 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
     finally:
-        if app.state.tracing is not None:
-            app.state.tracing.close()
+        for ending in (app.state.tracing, app.state.recorder):
+            if ending is not None:
+                ending.close()
 
 
 def _write_url(config: Config, path: str) -> None:

@@ -117,6 +117,8 @@ class LLM:
 
     def __init__(self, model: str = DEMO, *, progress: bool = True, **options: Any) -> None:
         config = from_options({**({} if model == DEMO else {"model_path": model}), **options})
+        if config.server.record_rows_dir is not None:
+            raise ValueError("record_rows_dir: a server records; here outputs have token_ids and prompt_token_ids")
         config = with_directory(config)
         location = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(location)

@@ -42,6 +42,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     for name in LISTENER:
         if name in given:
             raise ValueError(f"{name}: Serve's proxy listens, not the replicas; use `serve start --http-port`")
+    if "record-rows-dir" in given:
+        raise ValueError("record-rows-dir: replicas would write into one directory; record with a server of its own")
     if own["routing"] not in ROUTERS:
         raise ValueError(f"routing={own['routing']}: should be {' or '.join(ROUTERS)}")
     reason = io.StringIO()

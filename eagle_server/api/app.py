@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
@@ -26,6 +28,7 @@ from eagle_server.api.openapi import openapi
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.access import ANTHROPIC_ID_HEADER, REQUEST_ID_HEADER, AccessLog, RequestId
+from eagle_server.api.telemetry.answer_rows import RowRecorder
 from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.client.client import EngineClient
@@ -48,19 +51,23 @@ OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/me
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
     """The application for `client`. The routes share `state.service`.
 
-    `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded, and `state.admission` can
-    be drained.
+    `state.tracing` and `state.recorder` must be closed at the end if they are not None. `state.keys` can be reloaded,
+    and `state.admission` can be drained.
 
     Raises:
-        ValueError: an option needs a package that is not installed.
+        ValueError: an option needs a package that is not installed, or the directory of rows cannot be used.
     """
+    keys = _keys(config)
     service = Service.of(config, client, tokenizer, chat_template)
     summary = Summary(config.observability.log_stats_interval)
     metrics = ServerMetrics(config.served_model_name, lambda: client.stats, summary)
     client.observe(metrics)
     tracing = _tracing(config)
+    recorder = _recorder(config, keys, metrics)
+    service = replace(service, recorder=recorder)
     app = _application()
-    app.state.service, app.state.admission = service, Admission()
+    app.state.service, app.state.admission, app.state.keys = service, Admission(), keys
+    app.state.recorder = recorder
     app.state.pages, app.state.probe, app.state.tracing = exposition.Pages(metrics.registry), Probe(client), tracing
     app.state.on_malformed = metrics.malformed
     _add_middleware(app, config, service, metrics, tracing)
@@ -82,15 +89,12 @@ def _add_middleware(
     app: FastAPI, config: Config, service: Service, metrics: ServerMetrics, tracing: Tracing | None
 ) -> None:
     """The middleware that is added last sees a request first."""
-    secret = config.server.api_key
-    key = None if secret is None else secret.get_secret_value()
-    app.state.keys = keys = ApiKeys(key, config.server.api_key_file, lambda: _limits(config))
     app.add_middleware(
         AdmissionMiddleware,
         admission=app.state.admission,
         client=service.client,
         generating_paths=[endpoint.path for endpoint in GENERATING],
-        keys=keys,
+        keys=app.state.keys,
         open_paths=OPEN_PATHS,
     )
     app.add_middleware(
@@ -118,8 +122,30 @@ def _add_middleware(
         app.add_middleware(TrustedProxies, trusted_hosts=list(config.server.forwarded_allow_ips))
 
 
+def _keys(config: Config) -> ApiKeys:
+    secret = config.server.api_key
+    key = None if secret is None else secret.get_secret_value()
+    return ApiKeys(key, config.server.api_key_file, lambda: _limits(config))
+
+
 def _limits(config: Config) -> ClientLimits:
     return ClientLimits(config.server.max_concurrent_requests_per_key, config.server.tokens_per_minute_per_key)
+
+
+def _recorder(config: Config, keys: ApiKeys, metrics: ServerMetrics) -> RowRecorder | None:
+    """
+    Raises:
+        ValueError: the directory cannot be used, or a name is no key's.
+    """
+    directory, names = config.server.record_rows_dir, config.server.record_rows_keys
+    if directory is None:
+        return None
+    if unknown := [name for name in names if name not in keys.names]:
+        raise ValueError(
+            f"--record-rows-keys {unknown[0]}: no API key has this name; there is: {', '.join(keys.names)}"
+        )
+    path, most = Path(directory).expanduser(), int(1e9 * config.server.record_rows_gb)
+    return RowRecorder(path, most, metrics.registry, names)
 
 
 def _tracing(config: Config) -> Tracing | None:

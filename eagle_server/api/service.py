@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from eagle_server.api.errors import ApiError
 from eagle_server.api.schemas.generation import SamplingBody
+from eagle_server.api.telemetry.answer_rows import RowRecorder
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.config import Config
 from eagle_server.request import Ready
@@ -49,6 +50,7 @@ class Service:
     parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
     media_tokens: frozenset[int] = frozenset()  # see `media_tokens` in text/tokenizer.py
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # for requests that are silent about them
+    recorder: RowRecorder | None = None  # None: answers are not recorded
 
     @classmethod
     def of(cls, config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> Service:

@@ -215,6 +215,21 @@ class ServerSection(Section):
         description="proxies whose X-Forwarded-For says who the client is, comma-separated: addresses, networks like "
         "10.0.0.0/8, or unix for those that connect with --uds; default: none, a client is its connection's address",
     )
+    record_rows_dir: Text | None = Field(
+        default=None,
+        description="directory for finished answers with their prompts, as token rows that eagle-server train reads "
+        "(--data DIR/rows-*.jsonl): a head trained on the traffic drafts more of it; only this user can read them; "
+        'requests with "store": false are left out; default: nothing is written',
+    )
+    record_rows_gb: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = Field(
+        default=10.0,
+        description="most gigabytes of all files in --record-rows-dir: the oldest are removed; 6 to 9 bytes a token",
+    )
+    record_rows_keys: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
+        default=(),
+        description="names of API keys whose answers are recorded, comma-separated, as in --api-key-file; api-key is "
+        "that of --api-key; default: all answers are",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest severity that is logged"
     )
@@ -224,6 +239,15 @@ class ServerSection(Section):
         for name in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile: without it nothing is encrypted")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_need_a_directory(self) -> ServerSection:
+        for name in ("record_rows_gb", "record_rows_keys"):
+            if name in self.model_fields_set and self.record_rows_dir is None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --record-rows-dir: without it nothing is recorded")
+        if self.record_rows_keys and self.api_key is None and self.api_key_file is None:
+            raise ConfigError("--record-rows-keys needs --api-key or --api-key-file: without them no key has a name")
         return self
 
 

@@ -30,6 +30,8 @@ from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import accuracies, by_start, chain_length, coupling, teach, ttt_loss
 
+WANTED_COVERAGE = 0.995  # of generated tokens; what lies outside a draft vocabulary is never drafted
+
 
 def train_head(
     target: TargetModel, data: Corpus | RowSet, recipe: Recipe, directory: Path, start: str | Path | None = None
@@ -48,6 +50,8 @@ def train_head(
     torch.manual_seed(0)
     new = started or _fresh(target, data, recipe)
     draft_ids, device = new.draft_ids(), target.embed.device
+    if isinstance(data, RowSet):
+        print(_coverage(data, draft_ids))
     lesson_of = torch.compile(teach) if recipe.compiled else teach
     loss_of = torch.compile(ttt_loss) if recipe.compiled else ttt_loss
 
@@ -123,9 +127,14 @@ def _draft_ids(target: TargetModel, data: Corpus | RowSet, recipe: Recipe) -> Te
     count = min(vocab, recipe.draft_vocab or vocab)
     if not isinstance(data, RowSet):
         return frequent_ids(data.train, vocab, count)
-    draft_ids = data.draft_ids(count)
-    print(f"draft vocabulary: {count} of {vocab} tokens, {100 * data.coverage(draft_ids):.2f} % of what is trained on")
-    return draft_ids
+    return data.draft_ids(count)
+
+
+def _coverage(rows: RowSet, draft_ids: Tensor) -> str:
+    """How much of the rows a head can draft, and the size that would be enough."""
+    vocab = f"draft vocabulary: {len(draft_ids)} of {len(rows.counts)} tokens"
+    covered = f"{100 * rows.coverage(draft_ids):.2f} % of what is trained on"
+    return f"{vocab}, {covered}; {100 * WANTED_COVERAGE} % takes {rows.size_for(WANTED_COVERAGE)}, chosen by these rows"
 
 
 def _started(target: TargetModel, recipe: Recipe, start: str | Path) -> NewHead:

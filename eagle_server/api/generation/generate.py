@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from eagle_server.api.guard.rate_limits import current_client, current_limits
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.telemetry.access import request_id_of
+from eagle_server.api.telemetry.answer_rows import AnswerRow, RowRecorder
 from eagle_server.api.telemetry.request_record import began, current_request, waited
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,8 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
     body, service = answer.body, answer.service
     states = {state.request.request_id: state for state in answer.states}
     client, limits = current_client.get(), current_limits.get()
+    recorder = _recorder(answer)
+    rows = {} if recorder is None else _rows(answer)
     requests = [replace(state.request, client=client, began=began()) for state in answer.states]
     prompt_tokens = answer.usage.prompt_tokens
     limits.check_prompt(prompt_tokens, body.prompt_param)
@@ -155,13 +159,32 @@ async def _outputs(answer: Answer[Any]) -> AsyncGenerator[OutputDelta, None]:
             state = states[delta.request_id]
             if not delta.token_ids:
                 state.raise_if_failed(delta)
-            was_stopped = state.is_stopped
+            was_stopped, counted = state.is_stopped, state.completion_tokens
             if delta.prompt_logprobs:  # thousands of entries would block the event loop
                 output = await asyncio.to_thread(state.process, delta)
             else:
                 output = state.process(delta)
+            if (row := rows.get(delta.request_id)) is not None:
+                row.answer_ids += delta.token_ids[: state.completion_tokens - counted]
+                row.finish_reason = output.finish_reason
             if state.is_stopped and not was_stopped:
                 generation.complete(delta.request_id, state.completion_tokens)
             yield output
             # The tokens before the failure are sent first, as in plain decoding.
             state.raise_if_failed(delta)
+    if recorder is not None:
+        recorder.record([*rows.values()])
+
+
+def _recorder(answer: Answer[Any]) -> RowRecorder | None:
+    """Who records the answer. None: nobody does. Requests that score a prompt are not recorded."""
+    recorder, body, record = answer.service.recorder, answer.body, current_request.get()
+    if recorder is None or body.store is False or body.echoes or body.prompt_logprobs is not None:
+        return None
+    return recorder if recorder.takes("" if record is None else record.key) else None
+
+
+def _rows(answer: Answer[Any]) -> dict[str, AnswerRow]:
+    """A row for each sequence, without its answer, by the id of its engine request."""
+    name = uuid4().hex  # a client may send the same x-request-id twice
+    return {state.request.request_id: AnswerRow(name, state.index, state.prompt.token_ids) for state in answer.states}

@@ -56,14 +56,17 @@ class ApiKeys:
         except (OSError, ValueError) as error:
             logger.error("the API keys stay as they are: %s", error)
         else:
-            logger.info(
-                "%d API keys of %s", len(self._authorizations), ", ".join(filter(None, self._holders)) or "nobody"
-            )
+            logger.info("%d API keys of %s", len(self._authorizations), ", ".join(self.names) or "nobody")
 
     @property
     def nobody(self) -> KeyHolder:
         """The holder of requests that need no key: all of a server without keys, else those for open paths."""
         return self._holders.get("") or KeyHolder("", ClientLimits())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all keys."""
+        return [name for name in self._holders if name]
 
     @property
     def are_needed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
 from pydantic import Field
@@ -71,6 +71,7 @@ class SamplingBody(Body):
         "ebnf": ("structured_outputs", "grammar"),
     }
     expected: ClassVar[dict[str, str]] = {
+        "store": "is not supported: no client can read an answer again; set it to false, or leave it out",
         "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",
     }
 
@@ -101,6 +102,7 @@ class SamplingBody(Body):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     cache_salt: ShortText | None = None
+    store: Literal[False] | None = None  # False: --record-rows-dir leaves the answer out
 
     @property
     def sequences(self) -> int:
@@ -116,7 +118,6 @@ class GenerationBody(SamplingBody):
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingBody.neutral,
-        "store": (False,),
         "service_tier": ("auto", "default"),
         "verbosity": ("medium",),
     }

@@ -180,7 +180,6 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
     }
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingBody.neutral,
-        "store": (False,),
         "previous_response_id": (),
         "conversation": (),
         "prompt": (),
@@ -192,7 +191,6 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
         "service_tier": ("auto", "default"),
     }
     advice: ClassVar[dict[str, str]] = {
-        "store": "responses are not kept; set it to false",
         "previous_response_id": "responses are not kept; send the whole conversation as input",
         "conversation": "responses are not kept; send the whole conversation as input",
     }

@@ -47,7 +47,7 @@ class RowSet:
         chosen = []
         for place in range(step * windows, (step + 1) * windows):
             epoch, index = divmod(place, count)
-            chosen.append(self.train[_order(epoch, count)[index]])
+            chosen.append(self.train[_epoch_order(epoch, count)[index]])
         return packed(chosen, self.length)
 
     def evaluate(self, score: Score, *, every_row: bool = True) -> dict[str, float]:
@@ -78,18 +78,27 @@ class RowSet:
         """
         if len(self.special) > count:
             raise ValueError(f"--draft-vocab {count}: {len(self.special)} special tokens alone are more")
-        weights = self.counts.astype(np.int64)
-        weights[sorted(self.special)] = np.iinfo(np.int64).max
-        order = np.argsort(-weights, kind="stable")
-        return torch.from_numpy(np.sort(order[:count]).astype(np.int64))
+        return torch.from_numpy(np.sort(self._order[:count]).astype(np.int64))
 
     def coverage(self, draft_ids: Tensor) -> float:
         """The share of supervised tokens that a draft vocabulary has."""
         return float(self.counts[draft_ids.cpu().numpy()].sum() / max(1, self.counts.sum()))
 
+    def size_for(self, share: float) -> int:
+        """The smallest `count` whose `draft_ids` have this share of the supervised tokens."""
+        covered = np.cumsum(self.counts[self._order])
+        return max(len(self.special), 1 + int(np.searchsorted(covered, share * covered[-1])))
+
+    @property
+    def _order(self) -> np.ndarray:
+        """All ids: the special ones, then those that answers have most often."""
+        weights = self.counts.astype(np.int64)
+        weights[sorted(self.special)] = np.iinfo(np.int64).max
+        return np.argsort(-weights, kind="stable")
+
 
 @lru_cache(maxsize=2)
-def _order(epoch: int, count: int) -> np.ndarray:
+def _epoch_order(epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng((_SEED, epoch)).permutation(count)
 
 

@@ -188,6 +188,10 @@ def test_the_draft_vocabulary_is_of_answers_and_has_every_special_id(tmp_path: P
     assert 63 in ids and 100 not in ids and len(ids) == 12 and torch.equal(ids, ids.sort().values)
     assert rows.counts[ids[:-1].numpy()].min() >= np.delete(rows.counts, ids.numpy()).max()
     assert 0.4 < rows.coverage(ids) < 1 == rows.coverage(torch.arange(64))
+    for share in (0.0, 0.5, 0.9, 1.0):
+        size = rows.size_for(share)
+        assert rows.coverage(rows.draft_ids(size)) >= share
+        assert size == 1 or rows.coverage(rows.draft_ids(size - 1)) < share
     with pytest.raises(ValueError, match="special tokens alone"):
         rows.draft_ids(0)
 
