@@ -126,13 +126,14 @@ void gate_row(const Recurrent& l, const float* gates, float* rates, float* logs,
     for (int h = 0; h < heads && l.solves(); h++) rates[h] = 1.0f / (1.0f + std::exp(-gates[h]));
 }
 
-// Nodes in an order in which each stands after its parent, and those between them descend from the parent; and their depths.
+// Nodes in an order in which each stands after its parent, and those between them descend from the parent; and where their
+// states are kept. The last child takes its parent's place, which then is still in the nearest cache.
 struct Walk {
-    std::vector<int> order, depth;
+    std::vector<int> order, place;
     std::vector<char> is_leaf;
-    int deepest = 0;
+    int places = 1;
 
-    Walk(const Sequences& s, int request, int size) : depth(size), is_leaf(size, 1) {
+    Walk(const Sequences& s, int request, int size) : place(size), is_leaf(size, 1) {
         std::vector<int> child(size, -1), sibling(size, -1), open;
         for (int node = size - 1; node >= 0; node--) {
             int64_t parent = parent_of(s, request, node);
@@ -144,8 +145,8 @@ struct Walk {
             int node = open.back();
             open.pop_back();
             int64_t parent = parent_of(s, request, node);
-            depth[node] = parent < 0 ? 0 : depth[parent] + 1;
-            deepest = std::max(deepest, depth[node]);
+            place[node] = parent < 0 ? 0 : place[parent] + (child[parent] != node);  // the first child comes last
+            places = std::max(places, place[node] + 1);
             order.push_back(node);
             for (int next = child[node]; next >= 0; next = sibling[next]) open.push_back(next);
         }
@@ -171,9 +172,8 @@ void advance_states(
         const int64_t row = s.req_pool_indices[request];
         const Walk& walk = walks[request];
         const int64_t size = (int64_t)dim * COLUMNS;
-        const int64_t blocks = s.parents ? walk.deepest + 1 : 2;
-        float* room = Session::room(session.scores[thread], blocks * size + width);
-        float *zeros = room, *stack = room + (s.parents ? 0 : size), *spare = room + blocks * size;
+        float* room = Session::room(session.scores[thread], (walk.places + 1) * size + width);
+        float *zeros = room, *stack = room + size, *spare = stack + walk.places * size;
         const bool begins = s.starts && s.starts[request] == 0;
         float* state = l.states + (row * heads + h) * dim * width;
         for (int column = 0; column < width; column += COLUMNS) {
@@ -184,14 +184,14 @@ void advance_states(
                 before = {zeros, COLUMNS};
             }
             for (int node : walk.order) {
-                const int depth = walk.depth[node];
-                const int64_t at = first + node, place = (row * l.nodes + node) * heads + h;
+                const int64_t at = first + node, place = (row * l.nodes + node) * heads + h, parent = parent_of(s, request, node);
                 const float* own = mixed + at * channels;
+                const float *q = own + l.first_query() + h / shared * dim, *k = own + l.first_key() + h / shared * dim;
                 const HeadInputs head{
-                    own + l.first_query() + h / shared * dim, own + l.first_key() + h / shared * dim,
-                    decays + at * l.decay_count() + h * l.head_decays(), rates[at * heads + h], l.skip ? l.skip[h] : 0};
-                float* to = !s.parents ? stack : walk.is_leaf[node] ? nullptr : stack + depth * size;
-                Block from = depth == 0 ? before : Block{s.parents ? stack + (depth - 1) * size : stack, COLUMNS};
+                    q, k, decays + at * l.decay_count() + h * l.head_decays(), rates[at * heads + h], l.skip ? l.skip[h] : 0,
+                    dot(q, k, dim)};
+                float* to = s.parents && walk.is_leaf[node] ? nullptr : stack + walk.place[node] * size;
+                Block from = parent < 0 ? before : Block{stack + walk.place[parent] * size, COLUMNS};
                 step_of(l.rule, n == COLUMNS, to)(
                     from, n, dim, head, own + l.first_value() + h * width + column, to,
                     s.parents ? l.updates + place * width + column : spare + column, out + (at * heads + h) * width + column);
