@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eagle_server.__main__ import _dry_run
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
 from eagle_server.engine.assembly.from_config import with_directory
 from eagle_server.llm import LLM
+from eagle_server.models.checkpoints.fused_experts import single_experts
 from eagle_server.models.checkpoints.gguf import directory as module
 from eagle_server.models.checkpoints.gguf.directory import directory_of
 from eagle_server.models.checkpoints.load_target import load_target
@@ -27,8 +28,9 @@ from eagle_server.models.layers import Linear
 from eagle_server.ops.native.build import BuildError
 from eagle_server.text.tokenizer import load_tokenizer
 from tests.parity.checkpoints import CASES, write
+from tests.parity.test_mxfp4 import written as mxfp4
 from tests.parity.test_target_parity import DenseWindows
-from tests.support.engines import CONTEXT, MARGIN, plain, request, run, tokens_of
+from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, run, speculative, tokens_of
 from tests.support.gguf_files import write_gguf
 from tests.support.k_quants import K_QUANTS, k_quantized
 
@@ -98,6 +100,50 @@ def test_gemma_3_has_the_logits_of_its_directory(kind: str, tmp_path: Path) -> N
     assert error < {"F32": 1e-5, "Q8_0": 0.1}[kind]
     target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
     assert_speculates_losslessly(target)
+
+
+def round_matrices(source: Path, kind: str, kept: str) -> None:
+    """The checkpoint with the numbers that a file of this type has. kept: a part of the names of those that stay."""
+    tensors, quantized = load_file(source / "model.safetensors"), GGMLQuantizationType[kind]
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.is_floating_point() and not (kept in name or name.endswith("bias")):
+            blocks = quants.quantize(tensor.numpy(), quantized)
+            tensors[name] = torch.from_numpy(dequantize(blocks, quantized)).float()
+    save_file(tensors, source / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_gpt_oss_has_the_logits_of_its_directory(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sinks, windows, biases, and experts in MXFP4, which are the same numbers in another order."""
+    source = tmp_path / "source"
+    chosen = 6 if kind == "Q8_0" else 3  # all, as rounded inputs make other choices
+    mxfp4(source, swiglu_limit=7.0, max_position_embeddings=CONTEXT, num_experts_per_tok=chosen)
+    round_matrices(source, kind, "router")
+    with caplog.at_level(logging.INFO):
+        directory = opened(source, kind, kinds={"ffn_gate_inp": "F32"})
+        packed = logits(directory, pack=True)
+    assert "weights in MXFP4 are computed as they are" in caplog.text
+    stored, expected = open_weights(directory), single_experts(open_weights(source))
+    assert {*stored} == {*expected}
+    assert all(torch.equal(stored[name].read().float(), tensor.read()) for name, tensor in expected.items())
+    exact = logits(source)
+    assert torch.equal(logits(directory), exact)
+    if kind == "Q8_0":  # inputs are rounded to 8 bits
+        assert (packed - exact).norm() < 0.1 * exact.norm()
+    else:
+        assert torch.equal(packed, logits(source, pack=True))
+
+
+def test_gpt_oss_in_mxfp4_speculates_losslessly(tmp_path: Path) -> None:
+    """With an EAGLE-3 head, in the mixture of types of published files."""
+    mxfp4(tmp_path / "source", swiglu_limit=7.0, max_position_embeddings=CONTEXT)
+    directory = opened(tmp_path / "source", "Q8_0", kinds={"ffn_gate_inp": "F32", "attn_k": "BF16"})
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    assert target.is_fused and target.layers[1].mlp.experts.down.native[0].quantization == "mxfp4"
+    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
+    engine = speculative(target, random_head(target, "EAGLE3").bfloat16())  # type: ignore[arg-type]
+    assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
+    assert engine.stats().drafted_tokens > 0
 
 
 def test_llama_3s_frequencies_are_those_of_the_file(tmp_path: Path) -> None:

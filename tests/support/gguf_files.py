@@ -15,7 +15,10 @@ from torch import Tensor
 
 from tests.support.k_quants import K_QUANTS, k_quantized
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"},
+    "gpt_oss": "gpt-oss",
+}
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _PARTS = {
     "input_layernorm": "attn_norm",
@@ -27,11 +30,15 @@ _PARTS = {
     "mlp.gate": "ffn_gate_inp",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
-_GEMMA3_PARTS = {
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+_OWN_PARTS = {
+    "gemma3": {
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }
+_WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight"}
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -46,8 +53,8 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     tensors_of_part: int = 0,
 ) -> Path:
-    """kind: the type of matrices, `kinds` of those whose names contain a key. values: of metadata, in the place of the
-    usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
+    """kind: the type of matrices (MXFP4 stays), `kinds` of those whose names contain a key. values: of metadata, in the
+    place of the usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
     tensors_of_part: of each file; 0: all are in one."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -70,9 +77,12 @@ def write_gguf(
     if isinstance(ends, int):
         writer.add_eos_token_id(ends)
     for name, tensor in _named(directory, config, architecture).items():
+        if tensor.dtype == torch.uint8:
+            writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.MXFP4)
+            continue
         array = tensor.float().numpy()
         own = next((each for part, each in (kinds or {}).items() if part in name), kind)
-        if array.ndim == 1 or own == "F32":
+        if array.ndim == 1 or own == "F32" or name.endswith(".bias"):
             writer.add_tensor(name, array)
         else:
             quantized = GGMLQuantizationType[own]
@@ -107,6 +117,16 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
+    if architecture == "gpt-oss":
+        metadata |= {
+            "expert_count": experts_of(config),
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "attention.sliding_window": config["sliding_window"],
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
     if architecture == "gemma3":
         full, local = (rope[kind] for kind in ("full_attention", "sliding_attention"))
         metadata |= {
@@ -132,9 +152,12 @@ def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dic
             named[f"{_NAMES[base]}.{kind}"] = tensor
             continue
         layer, part = base.removeprefix("model.layers.").split(".", 1)
-        if ".experts." in part:
+        if ".experts" in part:
             continue
-        own = (_PARTS | (_GEMMA3_PARTS if architecture == "gemma3" else {}))[part]
+        if (whole := _WHOLE_NAMES.get(f"{part}.{kind}")) is not None:
+            named[f"blk.{layer}.{whole}"] = tensor
+            continue
+        own = (_PARTS | _OWN_PARTS.get(architecture, {}))[part]
         if architecture == "llama" and own in heads:
             tensor = _side_by_side(tensor, heads[own])
         named[f"blk.{layer}.{own}.{kind}"] = tensor
@@ -145,7 +168,32 @@ def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dic
                 stored[f"{prefix}.{expert}.{part}.weight"] for expert in range(experts_of(config))
             ]
             named[f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"] = torch.stack(list(experts))
+    return named | (_gpt_oss_experts(stored) if architecture == "gpt-oss" else {})
+
+
+def _gpt_oss_experts(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gates and up-projections, which alternate in one tensor of the checkpoint, one by one. MXFP4 is uint8."""
+    named = {}
+    for name, tensor in stored.items():
+        head, _, part = name.partition(".mlp.experts.")
+        if not part or part.endswith("_scales"):
+            continue
+        projection, _, kind = part.partition("_proj")
+        if kind == "_blocks":
+            tensor = _mxfp4_rows(tensor, stored[name.replace("_blocks", "_scales")])
+        elif not kind:
+            tensor = tensor.transpose(1, 2)
+        rows = {"down": tensor} if projection == "down" else {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}
+        for each, own in rows.items():
+            prefix = f"blk.{head.removeprefix('model.layers.')}.ffn_{each}_exps"
+            named[f"{prefix}.{'bias' if kind == '_bias' else 'weight'}"] = own.contiguous()
     return named
+
+
+def _mxfp4_rows(pairs: Tensor, scales: Tensor) -> Tensor:
+    """pairs uint8 [..., groups, 16]: neighbours, the lower first -> uint8 [..., groups * 17], as GGUF has them."""
+    first, second = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).chunk(2, dim=-1)
+    return torch.cat([scales[..., None], first | second << 4], dim=-1).flatten(-2)
 
 
 def _side_by_side(rows: Tensor, heads: int) -> Tensor:

@@ -4,6 +4,7 @@ Each is listed as its type, shape and place in the file, and read from there:
 
     F32, F16, BF16       as they are
     Q8_0, Q4_K and so on blocks of integers, see `ops.linear.blocks`
+    MXFP4                blocks of 32 floats: a scale, then 16 bytes with the first half in their lower four bits
     all other types      multiplied out by the package gguf
 
 Llama's q_proj and k_proj are stored with the pairs of RoPE side by side, as llama.cpp rotates them: rows are put back.
@@ -24,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle_server.models.checkpoints.gguf.architectures import GgufArchitecture
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.linear.blocks import FORMATS, BlockRows, BlockWeight
+from eagle_server.ops.linear.quantize import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +48,11 @@ _PARTS = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_GEMMA3_PARTS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 INT4 = "Q4_0"  # what other kernels compute too
+MXFP4 = "MXFP4"
+_MXFP4_BYTES = 17  # of a block
 _FLOATS = ("F32", "F16", "BF16")  # computed as they are, but for the rounding of F16 to bfloat16
 UNUSED = ("rope_freqs.weight",)  # its numbers are in config.json
 
@@ -75,33 +75,34 @@ class Place(NamedTuple):
     more: float = 0.0
 
 
-def places(found: Mapping[str, Place], kind: str, pairs: Mapping[str, int], source: str) -> dict[str, Place]:
+def places(
+    found: Mapping[str, Place], row: GgufArchitecture, pairs: Mapping[str, int], source: str
+) -> dict[str, Place]:
     """The tensors by our names. found: by theirs. pairs: the heads of parts whose rows are in llama.cpp's order.
-
-    kind: the architecture, as the file has it.
 
     Raises:
         CheckpointError: a tensor that is not known.
     """
     named: dict[str, Place] = {}
-    parts = _PARTS | (_GEMMA3_PARTS if kind == "gemma3" else {})
+    parts = {**_PARTS, **row.parts}
     for key, stored in found.items():
         block = _BLOCK.fullmatch(key)
         base, _, suffix = key.rpartition(".")
-        place = stored._replace(more=1.0 if kind == "gemma3" and base.endswith("norm") else 0.0)
+        place = stored._replace(more=row.norm_offset if base.endswith("norm") else 0.0)
+        layer, part = ("", "") if block is None else (f"model.layers.{block[1]}", block[2])
         if key in UNUSED:
             continue
         if base in _NAMES:
             named[f"{_NAMES[base]}.{suffix}"] = place
-        elif block is not None and block[2] in _EXPERTS:
+        elif part in _EXPERTS:
             for expert in range(place.shape[0]):
                 size = place.size // place.shape[0]
                 one = place._replace(shape=place.shape[1:], offset=place.offset + expert * size, size=size)
-                named[f"model.layers.{block[1]}.mlp.experts.{expert}.{_EXPERTS[block[2]]}.{block[3]}"] = one
-        elif block is not None and block[2] in parts:
-            named[f"model.layers.{block[1]}.{parts[block[2]]}.{block[3]}"] = place._replace(
-                pairs=pairs.get(block[2], 0)
-            )
+                named[f"{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{suffix}"] = one
+        elif (whole := f"{part}.{suffix}") in parts:
+            named[f"{layer}.{parts[whole]}"] = place
+        elif part in parts:
+            named[f"{layer}.{parts[part]}.{suffix}"] = place._replace(pairs=pairs.get(part, 0))
         else:
             raise CheckpointError(f"{source}: the tensor {key} is not known in this architecture")
     return named
@@ -123,13 +124,12 @@ def say_types(directory: Path, *, native: bool) -> None:
         return
     (file, *_), found = read_index(directory)
     types = {place.type for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name}
-    as_they_are = types & ({*FORMATS} if native else {INT4})
-    others = sorted(types - as_they_are - {*_FLOATS})
-    if as_they_are:
-        logger.info(
-            "%s: weights in %s are computed as they are%s",
-            *(file, ", ".join(sorted(as_they_are)), ", on inputs rounded to 8 bits" if native else ""),
-        )
+    in_blocks = types & ({*FORMATS} if native else {INT4})
+    in_floats = types & ({MXFP4} if native else set())
+    others = sorted(types - in_blocks - in_floats - {*_FLOATS})
+    for kinds, inputs in ((in_blocks, ", on inputs rounded to 8 bits" if native else ""), (in_floats, "")):
+        if kinds:
+            logger.info("%s: weights in %s are computed as they are%s", file, ", ".join(sorted(kinds)), inputs)
     if others:
         logger.warning(
             "%s: weights in %s are multiplied out to 16 bits, as no kernel computes them as they are; --quantization "
@@ -140,7 +140,7 @@ def say_types(directory: Path, *, native: bool) -> None:
 
 def has_blocks(place: Place) -> bool:
     """Whether it is a matrix in blocks that native kernels multiply."""
-    return place.type in FORMATS and len(place.shape) == 2  # noqa: PLR2004
+    return place.type in (*FORMATS, MXFP4) and len(place.shape) == 2  # noqa: PLR2004
 
 
 def read(file: Path, place: Place) -> Tensor:
@@ -160,10 +160,15 @@ def read(file: Path, place: Place) -> Tensor:
     return tensor if not place.pairs else tensor[_rows(place)]
 
 
-def read_blocks(file: Path, place: Place) -> BlockWeight:
+def read_blocks(file: Path, place: Place) -> BlockWeight | QuantizedWeight:
     """A matrix that `has_blocks`, as it is."""
-    blocks = torch.from_numpy(_bytes(file, place)).view(place.shape[0], -1)
-    return BlockWeight((BlockRows(place.type, blocks if not place.pairs else blocks[_rows(place)]),))
+    rows = torch.from_numpy(_bytes(file, place)).view(place.shape[0], -1)
+    rows = rows if not place.pairs else rows[_rows(place)]
+    if place.type != MXFP4:
+        return BlockWeight((BlockRows(place.type, rows),))
+    blocks = rows.unflatten(1, (-1, _MXFP4_BYTES))
+    codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=2)
+    return QuantizedWeight.mxfp4(codes.flatten(1), blocks[..., 0])
 
 
 def _rows(place: Place) -> Tensor:
