@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eagle_server.__main__ import _dry_run
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
 from eagle_server.engine.assembly.from_config import with_directory
 from eagle_server.llm import LLM
-from eagle_server.models.checkpoints.fused_experts import single_experts
 from eagle_server.models.checkpoints.gguf import directory as module
 from eagle_server.models.checkpoints.gguf.directory import directory_of
 from eagle_server.models.checkpoints.load_target import load_target
@@ -28,53 +27,15 @@ from eagle_server.models.layers import Linear
 from eagle_server.ops.native.build import BuildError
 from eagle_server.text.tokenizer import load_tokenizer
 from tests.parity.checkpoints import CASES, write
-from tests.parity.test_mxfp4 import written as mxfp4
-from tests.parity.test_target_parity import DenseWindows
-from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, run, speculative, tokens_of
+from tests.parity.gguf_checkpoints import assert_speculates_losslessly, checkpoint, logits, opened, own_cache
+from tests.support.engines import CONTEXT, MARGIN
 from tests.support.gguf_files import write_gguf
 from tests.support.k_quants import K_QUANTS, k_quantized
 
 FAMILIES = ["llama", "llama-tied", "llama-biases-of-attention", "qwen2", "qwen3", "qwen3-moe"]
+__all__ = ["own_cache"]
+pytestmark = pytest.mark.usefixtures("own_cache")
 KINDS = ["BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE", tmp_path_factory.mktemp("cache") / "kernels")
-
-
-WIDE = {"hidden_size": 256, "intermediate_size": 512}  # whole blocks of 256 inputs
-
-
-def checkpoint(name: str, directory: Path, **changes: Any) -> Path:
-    if "-wide" in name:
-        own = {"head_dim": 64} if name.startswith("qwen3") else {}
-        write(CASES[name.replace("-wide", "")], directory, **WIDE, **own)
-    elif changes:
-        write(CASES[name], directory, **changes)
-    elif name == "llama-biases-of-attention":
-        write(CASES["llama"], directory, attention_bias=True)
-    elif name == "qwen3-moe":
-        write(CASES[name], directory, norm_topk_prob=True)  # as llama.cpp computes it; files do not say
-    else:
-        write(CASES[name], directory)
-    (directory / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
-    return directory
-
-
-def opened(source: Path, kind: str = "F32", **given: Any) -> Path:
-    """The directory for a GGUF file that stands alone, but for a tokenizer."""
-    (source.parent / "gguf").mkdir(exist_ok=True)
-    (source.parent / "gguf" / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
-    return directory_of(write_gguf(source, source.parent / "gguf" / f"model-{kind}.gguf", kind, **given))
-
-
-@torch.inference_mode()
-def logits(directory: Path, *, pack: bool = False) -> torch.Tensor:
-    target: Any = load_target(directory, Loading(progress=False, pack=pack), dtype="float32")
-    tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1))
-    hidden = target(tokens, torch.arange(20), DenseWindows(1, 20)).hidden
-    return target.logits(hidden)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -100,50 +61,6 @@ def test_gemma_3_has_the_logits_of_its_directory(kind: str, tmp_path: Path) -> N
     assert error < {"F32": 1e-5, "Q8_0": 0.1}[kind]
     target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
     assert_speculates_losslessly(target)
-
-
-def round_matrices(source: Path, kind: str, kept: str) -> None:
-    """The checkpoint with the numbers that a file of this type has. kept: a part of the names of those that stay."""
-    tensors, quantized = load_file(source / "model.safetensors"), GGMLQuantizationType[kind]
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2 and tensor.is_floating_point() and not (kept in name or name.endswith("bias")):
-            blocks = quants.quantize(tensor.numpy(), quantized)
-            tensors[name] = torch.from_numpy(dequantize(blocks, quantized)).float()
-    save_file(tensors, source / "model.safetensors")
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_gpt_oss_has_the_logits_of_its_directory(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Sinks, windows, biases, and experts in MXFP4, which are the same numbers in another order."""
-    source = tmp_path / "source"
-    chosen = 6 if kind == "Q8_0" else 3  # all, as rounded inputs make other choices
-    mxfp4(source, swiglu_limit=7.0, max_position_embeddings=CONTEXT, num_experts_per_tok=chosen)
-    round_matrices(source, kind, "router")
-    with caplog.at_level(logging.INFO):
-        directory = opened(source, kind, kinds={"ffn_gate_inp": "F32"})
-        packed = logits(directory, pack=True)
-    assert "weights in MXFP4 are computed as they are" in caplog.text
-    stored, expected = open_weights(directory), single_experts(open_weights(source))
-    assert {*stored} == {*expected}
-    assert all(torch.equal(stored[name].read().float(), tensor.read()) for name, tensor in expected.items())
-    exact = logits(source)
-    assert torch.equal(logits(directory), exact)
-    if kind == "Q8_0":  # inputs are rounded to 8 bits
-        assert (packed - exact).norm() < 0.1 * exact.norm()
-    else:
-        assert torch.equal(packed, logits(source, pack=True))
-
-
-def test_gpt_oss_in_mxfp4_speculates_losslessly(tmp_path: Path) -> None:
-    """With an EAGLE-3 head, in the mixture of types of published files."""
-    mxfp4(tmp_path / "source", swiglu_limit=7.0, max_position_embeddings=CONTEXT)
-    directory = opened(tmp_path / "source", "Q8_0", kinds={"ffn_gate_inp": "F32", "attn_k": "BF16"})
-    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
-    assert target.is_fused and target.layers[1].mlp.experts.down.native[0].quantization == "mxfp4"
-    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
-    engine = speculative(target, random_head(target, "EAGLE3").bfloat16())  # type: ignore[arg-type]
-    assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
-    assert engine.stats().drafted_tokens > 0
 
 
 def test_llama_3s_frequencies_are_those_of_the_file(tmp_path: Path) -> None:
@@ -204,12 +121,6 @@ def test_blocks_are_computed_as_they_are(name: str, kind: str, tmp_path: Path) -
     for linear in linears:  # lm_head too; its 131 outputs are 144 with padding
         assert 8 * linear.nbytes / sum(rows for _, rows in linear.parts) / linear.weight.shape[1] < 10
     assert_speculates_losslessly(target)
-
-
-def assert_speculates_losslessly(target: Any) -> None:
-    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
-    texts = tokens_of(run(plain(target), requests))
-    assert tokens_of(run(plain(target, ngram_steps=4, nodes=6), requests)) == texts
 
 
 def test_blocks_of_experts_are_computed_as_they_are(tmp_path: Path) -> None:
@@ -324,6 +235,7 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
         ({"values": {"general.architecture": "mamba"}}, "architecture mamba is not supported in GGUF; supported are"),
         ({"values": {"attention.head_count": None}}, "llama.attention.head_count is missing"),
         ({"values": {"rope.scaling.type": "other"}}, "rope.scaling.type other is not supported"),
+        ({"values": {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}}, "attn_factor: only 1.0 is"),
         ({"values": {"split.count": 2}}, "one of 2 parts; name it"),
         ({"more": {"blk.0.attn_sinks.weight": torch.ones(4).numpy()}}, "blk.0.attn_sinks.weight is not known"),
         ({"more": {"blk.0.ffn_up_exps.weight": torch.ones(2, 4, 4).numpy()}}, "experts in the architecture llama"),
@@ -367,6 +279,11 @@ def test_a_file_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXTS = [
     "Hello, world! It's 2026.",
     "  spaces\n\nand\ttabs ",
@@ -376,11 +293,16 @@ TEXTS = [
 ]
 
 
-def test_the_tokenizer_of_the_file_is_the_original(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "pre", "split"),
+    [("qwen2", "qwen2", QWEN2), ("gpt-oss", "gpt-4o", GPT_4O), ("qwen3-next", "qwen2", QWEN2)],
+    ids=["qwen2", "gpt-oss", "qwen3-next"],
+)
+def test_the_tokenizer_of_the_file_is_the_original(case: str, pre: str, split: str, tmp_path: Path) -> None:
     original = Tokenizer(models.BPE())
     original.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -396,9 +318,9 @@ def test_the_tokenizer_of_the_file_is_the_original(tmp_path: Path) -> None:
     state = json.loads(original.to_str())
     tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].__getitem__)
     source = tmp_path / "source"
-    write(CASES["qwen2"], source, vocab_size=len(tokens), eos_token_id=1)
+    write(CASES[case], source, vocab_size=len(tokens), eos_token_id=1)
     described = {
-        "pre": "qwen2",
+        "pre": pre,
         "tokens": tokens,
         "types": [3 if token in special else 1 for token in tokens],
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]],

@@ -19,7 +19,8 @@ from typing import Any
 from gguf import GGUFReader
 
 from eagle_server.models.checkpoints.gguf.architectures import END, architecture_of, config_of
-from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places
+from eagle_server.models.checkpoints.gguf.names import places
+from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.build import CACHE, check_owner, directories
 
@@ -116,9 +117,11 @@ def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
         found |= _found(parts[part], reader, part)
     every = (tensor for reader in readers for tensor in reader.tensors)
     factors = next((tensor.data.tolist() for tensor in every if tensor.name == "rope_freqs.weight"), None)
-    row, config = architecture_of(metadata, str(file)), config_of(metadata, found, factors, str(file))
-    heads = (config["num_attention_heads"], config["num_key_value_heads"]) if row.has_pairs else (0, 0)
-    named = places(found, row, {"attn_q": heads[0], "attn_k": heads[1]}, str(file))
+    try:
+        row, config = architecture_of(metadata), config_of(metadata, found, factors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    named = places(found, row, config, str(file))
     ends = [int(metadata[key]) for key in _ENDS if key in metadata]
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     if ends:
@@ -142,14 +145,15 @@ def _is_long(field: Any) -> bool:
 
 def _write_tokenizer(file: Path, directory: Path, metadata: Mapping[str, Any]) -> None:
     """tokenizer.json, tokenizer_config.json and the chat template, as transformers makes them from the metadata."""
-    from transformers import AutoTokenizer  # seconds of import
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of import
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, split = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}:  # transformers would take GPT-2's
         raise CheckpointError(f"{file}: how its tokenizer splits texts ({split}) is not known; {_ADVICE}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        classes = PreTrainedTokenizerFast if kind == "gpt2" else AutoTokenizer  # which knows fewer architectures
+        tokenizer = classes.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -8,6 +8,7 @@ Each is listed as its type, shape and place in the file, and read from there:
     all other types      multiplied out by the package gguf
 
 Llama's q_proj and k_proj are stored with the pairs of RoPE side by side, as llama.cpp rotates them: rows are put back.
+Qwen3-Next's b and a are stored in one tensor, of one key head after the other, and -exp(A_log) in the place of A_log.
 
 Source: the format's specification (docs/gguf.md of ggml) and the package gguf.
 """
@@ -16,53 +17,33 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.models.checkpoints.gguf.architectures import GgufArchitecture
-from eagle_server.models.config import CheckpointError
 from eagle_server.ops.linear.blocks import FORMATS, BlockRows, BlockWeight
 from eagle_server.ops.linear.quantize import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
 INDEX = "gguf.json"  # of a directory that stands for a GGUF file, see `directory`
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_PARTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 INT4 = "Q4_0"  # what other kernels compute too
 MXFP4 = "MXFP4"
 _MXFP4_BYTES = 17  # of a block
 _FLOATS = ("F32", "F16", "BF16")  # computed as they are, but for the rounding of F16 to bfloat16
-UNUSED = ("rope_freqs.weight",)  # its numbers are in config.json
 
 
 class Place(NamedTuple):
     """Where a tensor is: its name and type in the file, its shape, the first byte and how many there are.
 
-    pairs: heads whose rows are stored with RoPE's pairs side by side; 0: none are.
     part: the number of its file, from 0.
     more: what the file adds to each number. Gemma's norms multiply by 1 + weight, and the file has the sum.
+    order: how its rows are stored: "pairs", RoPE's side by side in each of `heads` heads; "first" or "second", this
+        half of the rows of each of them. "": as they are.
+    log: the file has -exp(number).
     """
 
     key: str
@@ -70,42 +51,11 @@ class Place(NamedTuple):
     shape: list[int]
     offset: int
     size: int
-    pairs: int = 0
     part: int = 0
     more: float = 0.0
-
-
-def places(
-    found: Mapping[str, Place], row: GgufArchitecture, pairs: Mapping[str, int], source: str
-) -> dict[str, Place]:
-    """The tensors by our names. found: by theirs. pairs: the heads of parts whose rows are in llama.cpp's order.
-
-    Raises:
-        CheckpointError: a tensor that is not known.
-    """
-    named: dict[str, Place] = {}
-    parts = {**_PARTS, **row.parts}
-    for key, stored in found.items():
-        block = _BLOCK.fullmatch(key)
-        base, _, suffix = key.rpartition(".")
-        place = stored._replace(more=row.norm_offset if base.endswith("norm") else 0.0)
-        layer, part = ("", "") if block is None else (f"model.layers.{block[1]}", block[2])
-        if key in UNUSED:
-            continue
-        if base in _NAMES:
-            named[f"{_NAMES[base]}.{suffix}"] = place
-        elif part in _EXPERTS:
-            for expert in range(place.shape[0]):
-                size = place.size // place.shape[0]
-                one = place._replace(shape=place.shape[1:], offset=place.offset + expert * size, size=size)
-                named[f"{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{suffix}"] = one
-        elif (whole := f"{part}.{suffix}") in parts:
-            named[f"{layer}.{parts[whole]}"] = place
-        elif part in parts:
-            named[f"{layer}.{parts[part]}.{suffix}"] = place._replace(pairs=pairs.get(part, 0))
-        else:
-            raise CheckpointError(f"{source}: the tensor {key} is not known in this architecture")
-    return named
+    order: Literal["", "pairs", "first", "second"] = ""
+    heads: int = 0
+    log: bool = False
 
 
 def read_index(directory: Path) -> tuple[list[Path], dict[str, Place]]:
@@ -147,23 +97,24 @@ def read(file: Path, place: Place) -> Tensor:
     """The tensor; of a type that is multiplied out in float32."""
     if has_blocks(place):
         return read_blocks(file, place).dense()
-    raw = _bytes(file, place)
+    raw, shape = _bytes(file, place), [_stored_rows(place), *place.shape[1:]]
     if place.type in _FLOATS:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[place.type]
-        tensor = torch.from_numpy(raw).view(dtype).view(place.shape)
+        tensor = torch.from_numpy(raw).view(dtype).view(shape)
     else:
         from gguf import GGMLQuantizationType, dequantize  # not needed by other checkpoints
 
         kind = GGMLQuantizationType[place.type]
-        tensor = torch.from_numpy(dequantize(raw.reshape(*place.shape[:-1], -1), kind).reshape(place.shape))
+        tensor = torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape))
     tensor = tensor - place.more if place.more else tensor
-    return tensor if not place.pairs else tensor[_rows(place)]
+    tensor = (-tensor).log() if place.log else tensor
+    return tensor if not place.order else tensor[_rows(place)]
 
 
 def read_blocks(file: Path, place: Place) -> BlockWeight | QuantizedWeight:
     """A matrix that `has_blocks`, as it is."""
-    rows = torch.from_numpy(_bytes(file, place)).view(place.shape[0], -1)
-    rows = rows if not place.pairs else rows[_rows(place)]
+    raw = torch.from_numpy(_bytes(file, place)).view(_stored_rows(place), -1)
+    rows = raw if not place.order else raw[_rows(place)]
     if place.type != MXFP4:
         return BlockWeight((BlockRows(place.type, rows),))
     blocks = rows.unflatten(1, (-1, _MXFP4_BYTES))
@@ -171,6 +122,14 @@ def read_blocks(file: Path, place: Place) -> BlockWeight | QuantizedWeight:
     return QuantizedWeight.mxfp4(codes.flatten(1), blocks[..., 0])
 
 
+def _stored_rows(place: Place) -> int:
+    return place.shape[0] * (2 if place.order in ("first", "second") else 1)
+
+
 def _rows(place: Place) -> Tensor:
     """For each row of the weight its row in the file."""
-    return torch.arange(place.shape[0]).view(place.pairs, -1, 2).transpose(1, 2).reshape(-1)
+    by_head = torch.arange(_stored_rows(place)).view(place.heads, -1)
+    if place.order == "pairs":
+        return by_head.view(place.heads, -1, 2).transpose(1, 2).flatten()
+    half = by_head.shape[1] // 2
+    return by_head[:, :half].flatten() if place.order == "first" else by_head[:, half:].flatten()
