@@ -27,52 +27,15 @@ from eagle_server.models.layers import Linear
 from eagle_server.ops.native.build import BuildError
 from eagle_server.text.tokenizer import load_tokenizer
 from tests.parity.checkpoints import CASES, write
-from tests.parity.test_target_parity import DenseWindows
-from tests.support.engines import CONTEXT, MARGIN, plain, request, run, tokens_of
+from tests.parity.gguf_checkpoints import assert_speculates_losslessly, checkpoint, logits, opened, own_cache
+from tests.support.engines import CONTEXT, MARGIN
 from tests.support.gguf_files import write_gguf
 from tests.support.k_quants import K_QUANTS, k_quantized
 
 FAMILIES = ["llama", "llama-tied", "llama-biases-of-attention", "qwen2", "qwen3", "qwen3-moe"]
+__all__ = ["own_cache"]
+pytestmark = pytest.mark.usefixtures("own_cache")
 KINDS = ["BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE", tmp_path_factory.mktemp("cache") / "kernels")
-
-
-WIDE = {"hidden_size": 256, "intermediate_size": 512}  # whole blocks of 256 inputs
-
-
-def checkpoint(name: str, directory: Path, **changes: Any) -> Path:
-    if "-wide" in name:
-        own = {"head_dim": 64} if name.startswith("qwen3") else {}
-        write(CASES[name.replace("-wide", "")], directory, **WIDE, **own)
-    elif changes:
-        write(CASES[name], directory, **changes)
-    elif name == "llama-biases-of-attention":
-        write(CASES["llama"], directory, attention_bias=True)
-    elif name == "qwen3-moe":
-        write(CASES[name], directory, norm_topk_prob=True)  # as llama.cpp computes it; files do not say
-    else:
-        write(CASES[name], directory)
-    (directory / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
-    return directory
-
-
-def opened(source: Path, kind: str = "F32", **given: Any) -> Path:
-    """The directory for a GGUF file that stands alone, but for a tokenizer."""
-    (source.parent / "gguf").mkdir(exist_ok=True)
-    (source.parent / "gguf" / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
-    return directory_of(write_gguf(source, source.parent / "gguf" / f"model-{kind}.gguf", kind, **given))
-
-
-@torch.inference_mode()
-def logits(directory: Path, *, pack: bool = False) -> torch.Tensor:
-    target: Any = load_target(directory, Loading(progress=False, pack=pack), dtype="float32")
-    tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1))
-    hidden = target(tokens, torch.arange(20), DenseWindows(1, 20)).hidden
-    return target.logits(hidden)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -158,12 +121,6 @@ def test_blocks_are_computed_as_they_are(name: str, kind: str, tmp_path: Path) -
     for linear in linears:  # lm_head too; its 131 outputs are 144 with padding
         assert 8 * linear.nbytes / sum(rows for _, rows in linear.parts) / linear.weight.shape[1] < 10
     assert_speculates_losslessly(target)
-
-
-def assert_speculates_losslessly(target: Any) -> None:
-    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
-    texts = tokens_of(run(plain(target), requests))
-    assert tokens_of(run(plain(target, ngram_steps=4, nodes=6), requests)) == texts
 
 
 def test_blocks_of_experts_are_computed_as_they_are(tmp_path: Path) -> None:
@@ -278,6 +235,7 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
         ({"values": {"general.architecture": "mamba"}}, "architecture mamba is not supported in GGUF; supported are"),
         ({"values": {"attention.head_count": None}}, "llama.attention.head_count is missing"),
         ({"values": {"rope.scaling.type": "other"}}, "rope.scaling.type other is not supported"),
+        ({"values": {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}}, "attn_factor: only 1.0 is"),
         ({"values": {"split.count": 2}}, "one of 2 parts; name it"),
         ({"more": {"blk.0.attn_sinks.weight": torch.ones(4).numpy()}}, "blk.0.attn_sinks.weight is not known"),
         ({"more": {"blk.0.ffn_up_exps.weight": torch.ones(2, 4, 4).numpy()}}, "experts in the architecture llama"),
@@ -321,6 +279,11 @@ def test_a_file_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXTS = [
     "Hello, world! It's 2026.",
     "  spaces\n\nand\ttabs ",
@@ -330,11 +293,16 @@ TEXTS = [
 ]
 
 
-def test_the_tokenizer_of_the_file_is_the_original(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "pre", "split"),
+    [("qwen2", "qwen2", QWEN2), ("gpt-oss", "gpt-4o", GPT_4O), ("qwen3-next", "qwen2", QWEN2)],
+    ids=["qwen2", "gpt-oss", "qwen3-next"],
+)
+def test_the_tokenizer_of_the_file_is_the_original(case: str, pre: str, split: str, tmp_path: Path) -> None:
     original = Tokenizer(models.BPE())
     original.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -350,9 +318,9 @@ def test_the_tokenizer_of_the_file_is_the_original(tmp_path: Path) -> None:
     state = json.loads(original.to_str())
     tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].__getitem__)
     source = tmp_path / "source"
-    write(CASES["qwen2"], source, vocab_size=len(tokens), eos_token_id=1)
+    write(CASES[case], source, vocab_size=len(tokens), eos_token_id=1)
     described = {
-        "pre": "qwen2",
+        "pre": pre,
         "tokens": tokens,
         "types": [3 if token in special else 1 for token in tokens],
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ from torch import Tensor
 
 from tests.support.k_quants import K_QUANTS, k_quantized
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+ARCHITECTURES = {
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"},
+    **{"gpt_oss": "gpt-oss", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "glm4_moe": "glm4moe", "qwen3_next": "qwen3next"},
+}
+_NAMES = {
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
+    "model.embedding_norm": "token_embd_norm",
+}
 _PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -27,12 +34,50 @@ _PARTS = {
     "mlp.gate": "ffn_gate_inp",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
-_GEMMA3_PARTS = {
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+_LFM2_PARTS = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    **{f"self_attn.{part}_layernorm": f"attn_{part}_norm" for part in "qk"},
+    **{f"feed_forward.{part}": f"ffn_{own}" for part, own in {"w1": "gate", "w2": "down", "w3": "up"}.items()},
+    "feed_forward.gate": "ffn_gate_inp",
+    **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
-_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_OWN_PARTS = {
+    "gemma3": {
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    "lfm2": _LFM2_PARTS,
+    "lfm2moe": _LFM2_PARTS,
+    "glm4moe": {
+        "post_attention_layernorm": "post_attention_norm",
+        **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        **{part: f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+        **{f"shared_head.{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
+    },
+    "qwen3next": {
+        "post_attention_layernorm": "post_attention_norm",
+        **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        "linear_attn.in_proj_ba": "ssm_ba",
+    },
+}
+_WHOLE_NAMES = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+_SQUEEZED = ("shortconv.conv", "ssm_conv1d", "ffn_gate_inp_shexp")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
 
 
 def write_gguf(
@@ -46,8 +91,8 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     tensors_of_part: int = 0,
 ) -> Path:
-    """kind: the type of matrices, `kinds` of those whose names contain a key. values: of metadata, in the place of the
-    usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
+    """kind: the type of matrices (MXFP4 stays), `kinds` of those whose names contain a key. values: of metadata, in the
+    place of the usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
     tensors_of_part: of each file; 0: all are in one."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -58,7 +103,8 @@ def write_gguf(
         if key == "general.architecture":
             writer.kv_data[0][key].value = value
         elif value is not None:
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            kinds_of_values = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add = (kinds_of_values | {list: writer.add_array, bool: writer.add_bool})[type(value)]
             add(key, value)
     if tokenizer is not None:
         writer.add_tokenizer_model("gpt2")
@@ -70,9 +116,12 @@ def write_gguf(
     if isinstance(ends, int):
         writer.add_eos_token_id(ends)
     for name, tensor in _named(directory, config, architecture).items():
+        if tensor.dtype == torch.uint8:
+            writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.MXFP4)
+            continue
         array = tensor.float().numpy()
         own = next((each for part, each in (kinds or {}).items() if part in name), kind)
-        if array.ndim == 1 or own == "F32":
+        if array.ndim == 1 or own == "F32" or name.endswith(".bias"):
             writer.add_tensor(name, array)
         else:
             quantized = GGMLQuantizationType[own]
@@ -98,14 +147,28 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
-    if architecture == "qwen3moe":
+    if architecture in ("qwen3moe", "lfm2moe", "glm4moe", "qwen3next"):
         metadata |= {
             "expert_count": experts_of(config),
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+    metadata |= _OWN_KEYS.get(architecture, lambda config: {})(config)
+    if architecture == "gpt-oss":
+        metadata |= {
+            "expert_count": experts_of(config),
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "attention.sliding_window": config["sliding_window"],
+        }
+    if rope.get("rope_type") == "yarn":
+        metadata |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
     if architecture == "gemma3":
         full, local = (rope[kind] for kind in ("full_attention", "sliding_attention"))
@@ -124,28 +187,63 @@ def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dic
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     stored = load_file(directory / "model.safetensors")
     named: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in stored.items():
         base, _, kind = name.rpartition(".")
-        if architecture == "gemma3" and base.endswith("norm"):
+        is_offset = architecture in ("gemma3", "qwen3next") and not base.endswith("linear_attn.norm")
+        if is_offset and base.endswith("norm"):
             tensor = tensor + 1
         if base in _NAMES:
             named[f"{_NAMES[base]}.{kind}"] = tensor
             continue
         layer, part = base.removeprefix("model.layers.").split(".", 1)
-        if ".experts." in part:
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            stacked = f"blk.{layer}.ffn_{_EXPERTS[expert[3]]}_exps.weight"
+            experts.setdefault(stacked, {})[int(expert[2])] = tensor
+        elif (whole := _WHOLE_NAMES.get(f"{part}.{kind}")) is not None:
+            named[f"blk.{layer}.{whole}"] = -tensor.float().exp() if whole == "ssm_a" else tensor
+        elif part.endswith("in_proj_qkvz"):
+            named |= _by_kind(layer, tensor, config)
+        elif ".experts" not in part:
+            own = (_PARTS | _OWN_PARTS.get(architecture, {}))[part]
+            if architecture == "llama" and own in heads:
+                tensor = _side_by_side(tensor, heads[own])
+            named[f"blk.{layer}.{own}.{kind}"] = tensor.squeeze() if own in _SQUEEZED else tensor
+    named |= {name: torch.stack([some[i] for i in range(len(some))]) for name, some in experts.items()}
+    return named | (_gpt_oss_experts(stored) if architecture == "gpt-oss" else {})
+
+
+def _by_kind(layer: str, rows: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Qwen3-Next's projections: q, k, v and z of each key head as those of all heads."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    sizes = [config["linear_key_head_dim"]] * 2 + [values // keys * config["linear_value_head_dim"]] * 2
+    *qkv, z = (part.flatten(0, 1) for part in rows.unflatten(0, (keys, -1)).split(sizes, dim=1))
+    return {f"blk.{layer}.attn_qkv.weight": torch.cat(qkv), f"blk.{layer}.attn_gate.weight": z}
+
+
+def _gpt_oss_experts(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gates and up-projections, which alternate in one tensor of the checkpoint, one by one. MXFP4 is uint8."""
+    named = {}
+    for name, tensor in stored.items():
+        head, _, part = name.partition(".mlp.experts.")
+        if not part or part.endswith("_scales"):
             continue
-        own = (_PARTS | (_GEMMA3_PARTS if architecture == "gemma3" else {}))[part]
-        if architecture == "llama" and own in heads:
-            tensor = _side_by_side(tensor, heads[own])
-        named[f"blk.{layer}.{own}.{kind}"] = tensor
-    for layer in range(config["num_hidden_layers"] if architecture == "qwen3moe" else 0):
-        for part in _EXPERTS:
-            prefix = f"model.layers.{layer}.mlp.experts"
-            experts: Sequence[Tensor] = [
-                stored[f"{prefix}.{expert}.{part}.weight"] for expert in range(experts_of(config))
-            ]
-            named[f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"] = torch.stack(list(experts))
+        projection, _, kind = part.partition("_proj")
+        if kind == "_blocks":
+            tensor = _mxfp4_rows(tensor, stored[name.replace("_blocks", "_scales")])
+        elif not kind:
+            tensor = tensor.transpose(1, 2)
+        rows = {"down": tensor} if projection == "down" else {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}
+        for each, own in rows.items():
+            prefix = f"blk.{head.removeprefix('model.layers.')}.ffn_{each}_exps"
+            named[f"{prefix}.{'bias' if kind == '_bias' else 'weight'}"] = own.contiguous()
     return named
+
+
+def _mxfp4_rows(pairs: Tensor, scales: Tensor) -> Tensor:
+    """pairs uint8 [..., groups, 16]: neighbours, the lower first -> uint8 [..., groups * 17], as GGUF has them."""
+    first, second = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).chunk(2, dim=-1)
+    return torch.cat([scales[..., None], first | second << 4], dim=-1).flatten(-2)
 
 
 def _side_by_side(rows: Tensor, heads: int) -> Tensor:
@@ -153,8 +251,60 @@ def _side_by_side(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
+def _lfm2_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    width = config["intermediate_size"]
+    if config["model_type"] == "lfm2" and config["block_auto_adjust_ff_dim"]:
+        width = -(-int(2 * width / 3) // config["block_multiple_of"]) * config["block_multiple_of"]
+    kinds = config["layer_types"]
+    keys = {
+        "feed_forward_length": width,
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    return (
+        keys if "num_dense_layers" not in config else keys | {"leading_dense_block_count": config["num_dense_layers"]}
+    )
+
+
+def _glm4_moe_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    mtp = config.get("num_nextn_predict_layers") or 0
+    rotated = config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]
+    return {
+        "block_count": config["num_hidden_layers"] + mtp,
+        "nextn_predict_layers": mtp,
+        "rope.dimension_count": int(rotated),
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
+
+
+def _qwen3_next_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["linear_num_value_heads"]
+    return {
+        "rope.dimension_count": int(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]),
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "full_attention_interval": 1 + config["layer_types"].index("full_attention"),
+    }
+
+
+_OWN_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    **{"lfm2": _lfm2_keys, "lfm2moe": _lfm2_keys, "glm4moe": _glm4_moe_keys, "qwen3next": _qwen3_next_keys}
+}
+
+
 def experts_of(config: Mapping[str, Any]) -> int:
     """How many a layer has."""
-    count = config.get("num_experts") or config["num_local_experts"]
+    count = next(config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key))
     assert isinstance(count, int)
     return count

@@ -25,14 +25,13 @@ from torch import Tensor
 from eagle_server.models.checkpoints.rank_slices import slice_of
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights, split_experts
 from eagle_server.models.config import CheckpointError
-from eagle_server.ops.linear.quantize import QuantizedWeight
+from eagle_server.ops.linear.quantize import MXFP4_GROUP, QuantizedWeight
 
 _FUSED = re.compile(r"(.*\.mlp\.)experts\.(gate_up_proj|down_proj)(|_bias|_blocks)")
 _ROUTER = re.compile(r"(.*\.mlp\.)router\.(weight|bias)")
 _BESIDE = re.compile(r".*layers\.\d+\.experts\.(?:gate_up_proj|down_proj)")
 _STACKED = re.compile(r"(.*\.experts)\.((?:gate|up|down)_proj\.weight)")
 _BIAS = "experts.gate_up_proj_bias"
-_BLOCK = 32  # numbers of a scale
 
 
 def single_experts(stored: Weights) -> Weights:
@@ -101,7 +100,7 @@ class _Fused:
         if len(shape) != {"": 3, "_bias": 2, "_blocks": 4}[self.kind]:
             raise CheckpointError(f"{where}: experts' tensors of this kind have other dimensions than {list(shape)}")
         given = None if self.scales is None else self.scales.shape
-        if self.kind == "_blocks" and (given != shape[:3] or shape[3] != _BLOCK // 2):
+        if self.kind == "_blocks" and (given != shape[:3] or shape[3] != MXFP4_GROUP // 2):
             raise CheckpointError(
                 f"{where}: MXFP4 needs blocks of 16 bytes with a scale each, found blocks {list(shape)} and scales "
                 f"{None if given is None else list(given)}"
@@ -113,7 +112,7 @@ class _Fused:
         shape = self.tensor.shape
         if self.kind == "_bias":
             return shape[1:]
-        return (shape[2], shape[1]) if not self.kind else (shape[1], shape[2] * _BLOCK)
+        return (shape[2], shape[1]) if not self.kind else (shape[1], shape[2] * MXFP4_GROUP)
 
     def of_expert(self, index: int) -> Tensor | QuantizedWeight:
         """The weight or bias of one expert, all of its rows."""
@@ -154,5 +153,4 @@ def _dense(load: Callable[[], Tensor | QuantizedWeight]) -> Tensor:
 def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     """blocks uint8 [out, groups, 16], scales uint8 [out, groups] -> a weight [out, groups * 32] of the same numbers."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-    powers = torch.exp2(scales.t().float() - 127).contiguous()
-    return QuantizedWeight("mxfp4", codes, powers, torch.zeros_like(scales.t()).contiguous(), _BLOCK)
+    return QuantizedWeight.mxfp4(codes, scales)

@@ -302,6 +302,8 @@ class Rounded:
         known = [each for each in parts if isinstance(each, QuantizedWeight)]
         if len(known) == len(parts) and len({(each.quantization, each.group) for each in known}) == 1:
             return QuantizedWeight.stacked(known)
+        if in_blocks and known:
+            log.warning("%s: multiplied out: no kernel computes their types in one layer", ", ".join(self.tensors))
         with torch.no_grad():
             for part, view in zip(parts, self.views, strict=True):
                 view.copy_(_dense(part))

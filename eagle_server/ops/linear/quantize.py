@@ -19,6 +19,7 @@ from eagle_server.ops.linear.fp8_rows import fp8_rows
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of the codes 0 to 7; those from 8 on are negative
+MXFP4_GROUP = 32  # inputs that share a scale
 _GROUPS = (128, 64, 32, 16, 8)  # inputs that share a scale: the first that divides their number
 _RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)  # of a group's range that are tried
 _ROWS = 1024  # at once
@@ -47,6 +48,12 @@ class QuantizedWeight:
             torch.cat([getattr(weight, name) for weight in weights], dim=1) for name in ("scales", "zeros")
         )
         return cls(first.quantization, codes, scales, zeros, first.group)
+
+    @classmethod
+    def mxfp4(cls, codes: Tensor, exponents: Tensor) -> QuantizedWeight:
+        """codes uint8 [out, in], exponents uint8 [out, in / 32]: 32 inputs share the factor 2^(exponent - 127)."""
+        powers, zeros = torch.exp2(exponents.t().float() - 127), torch.zeros_like(exponents.t())
+        return cls("mxfp4", codes.contiguous(), powers.contiguous(), zeros.contiguous(), MXFP4_GROUP)
 
     def rows(self, chosen: slice) -> QuantizedWeight:
         """Only some of the outputs."""

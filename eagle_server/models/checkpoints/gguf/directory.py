@@ -9,31 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gguf import GGUFReader
 
-from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place, places
+from eagle_server.models.checkpoints.gguf.architectures import END, architecture_of, config_of
+from eagle_server.models.checkpoints.gguf.names import places
+from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.build import CACHE, check_owner, directories
 
-_VERSION = "2"  # of what is kept
+_VERSION = "3"  # of what is kept
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
-_ARCHITECTURES = {  # of llama.cpp: model_type and class
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-}
-_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-_SCALINGS = ("linear", "yarn")
+_ENDS = (END, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _GPT2 = ("gpt-2", "gpt2")  # names of its way to split texts
 _ADVICE = "put the model's tokenizer.json beside the file, or name it: --tokenizer-path"
 
@@ -124,11 +117,11 @@ def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
         found |= _found(parts[part], reader, part)
     every = (tensor for reader in readers for tensor in reader.tensors)
     factors = next((tensor.data.tolist() for tensor in every if tensor.name == "rope_freqs.weight"), None)
-    config = _config(metadata, found, factors, str(file))
-    pairs = {}
-    if metadata["general.architecture"] == "llama":
-        pairs = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    named = places(found, metadata["general.architecture"], pairs, str(file))
+    try:
+        row, config = architecture_of(metadata), config_of(metadata, found, factors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    named = places(found, row, config, str(file))
     ends = [int(metadata[key]) for key in _ENDS if key in metadata]
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     if ends:
@@ -150,107 +143,17 @@ def _is_long(field: Any) -> bool:
     return len(field.data) > 1024  # noqa: PLR2004
 
 
-def _config(
-    metadata: Mapping[str, Any], found: Mapping[str, Place], factors: list[float] | None, source: str
-) -> dict[str, Any]:
-    """config.json from the metadata."""
-    kind = metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES:
-        raise CheckpointError(
-            f"{source}: the architecture {kind} is not supported in GGUF; supported are {', '.join(_ARCHITECTURES)}"
-        )
-
-    def value(key: str, default: Any = None) -> Any:
-        known = metadata.get(f"{kind}.{key}", default)
-        if known is None:
-            raise CheckpointError(f"{source}: {kind}.{key} is missing")
-        return known
-
-    model_type, architecture = _ARCHITECTURES[kind]
-    if "token_embd.weight" not in found:
-        raise CheckpointError(f"{source}: the tensor token_embd.weight is missing")
-    vocab, hidden = found["token_embd.weight"].shape
-    heads = value("attention.head_count")
-    matrices = {place.type for place in found.values() if len(place.shape) > 1}
-    config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv", heads),
-        "head_dim": value("attention.key_length", value("rope.dimension_count", hidden // heads)),
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": value("context_length"),
-        "tie_word_embeddings": "output.weight" not in found,
-        "attention_bias": "blk.0.attn_q.bias" in found,
-        "eos_token_id": metadata.get(_ENDS[0]),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "dtype": "float32" if matrices == {"F32"} else "bfloat16",
-        "rope_parameters": _rope(metadata, kind, factors, value("context_length"), source),
-    }
-    if model_type == "qwen3_moe":
-        config |= {
-            "num_experts": value("expert_count"),
-            "num_experts_per_tok": value("expert_used_count"),
-            "moe_intermediate_size": value("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # as llama.cpp computes it; the file does not say
-        }
-    elif kind == "gemma3":
-        config |= _gemma3(config, value)
-    elif any("_exps" in name for name in found):
-        raise CheckpointError(f"{source}: experts in the architecture {kind} are not supported in GGUF")
-    return config
-
-
-def _gemma3(config: Mapping[str, Any], value: Callable[..., Any]) -> dict[str, Any]:
-    """Windows, their RoPE and scales. What files do not say is as in all of Google's models."""
-    largest = 62  # layers of the model of 27 billion parameters, whose queries are scaled by the mean size of a head
-    sizes = config["hidden_size"] // config["num_attention_heads"], config["head_dim"]
-    pattern, layers = value("attention.sliding_window_pattern", 6), config["num_hidden_layers"]
-    is_windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
-    local = {"rope_type": "default", "rope_theta": float(value("rope.freq_base_swa", 1e4))}
-    return {
-        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
-        "sliding_window": value("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in is_windowed],
-        "query_pre_attn_scalar": sizes[0] if layers == largest else sizes[1],
-        "final_logit_softcapping": value("final_logit_softcapping", 0.0),
-    }
-
-
-def _rope(
-    metadata: Mapping[str, Any], kind: str, factors: list[float] | None, context: int, source: str
-) -> dict[str, Any]:
-    """Llama 3.1 stores what each wavelength is multiplied by, which is LongRoPE's `short_factor`."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(metadata.get(f"{kind}.rope.freq_base", 1e4))}
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if factors is not None:
-        if any(not math.isfinite(factor) or factor <= 0 for factor in factors):
-            raise CheckpointError(f"{source}: rope_freqs.weight: positive numbers are expected")
-        longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-        return rope | longrope | {"original_max_position_embeddings": context}
-    if scaling == "none":
-        return rope
-    if scaling not in _SCALINGS:
-        raise CheckpointError(f"{source}: {kind}.rope.scaling.type {scaling} is not supported in GGUF")
-    original = metadata.get(f"{kind}.rope.scaling.original_context_length", context)
-    factor = float(metadata.get(f"{kind}.rope.scaling.factor", 1.0))
-    return rope | {"rope_type": scaling, "factor": factor, "original_max_position_embeddings": original}
-
-
 def _write_tokenizer(file: Path, directory: Path, metadata: Mapping[str, Any]) -> None:
     """tokenizer.json, tokenizer_config.json and the chat template, as transformers makes them from the metadata."""
-    from transformers import AutoTokenizer  # seconds of import
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of import
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, split = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}:  # transformers would take GPT-2's
         raise CheckpointError(f"{file}: how its tokenizer splits texts ({split}) is not known; {_ADVICE}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        classes = PreTrainedTokenizerFast if kind == "gpt2" else AutoTokenizer  # which knows fewer architectures
+        tokenizer = classes.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -4,9 +4,11 @@ Each is listed as its type, shape and place in the file, and read from there:
 
     F32, F16, BF16       as they are
     Q8_0, Q4_K and so on blocks of integers, see `ops.linear.blocks`
+    MXFP4                blocks of 32 floats: a scale, then 16 bytes with the first half in their lower four bits
     all other types      multiplied out by the package gguf
 
 Llama's q_proj and k_proj are stored with the pairs of RoPE side by side, as llama.cpp rotates them: rows are put back.
+Qwen3-Next's b and a are stored in one tensor, of one key head after the other, and -exp(A_log) in the place of A_log.
 
 Source: the format's specification (docs/gguf.md of ggml) and the package gguf.
 """
@@ -15,54 +17,33 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.models.config import CheckpointError
 from eagle_server.ops.linear.blocks import FORMATS, BlockRows, BlockWeight
+from eagle_server.ops.linear.quantize import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
 INDEX = "gguf.json"  # of a directory that stands for a GGUF file, see `directory`
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_PARTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_GEMMA3_PARTS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 INT4 = "Q4_0"  # what other kernels compute too
+MXFP4 = "MXFP4"
+_MXFP4_BYTES = 17  # of a block
 _FLOATS = ("F32", "F16", "BF16")  # computed as they are, but for the rounding of F16 to bfloat16
-UNUSED = ("rope_freqs.weight",)  # its numbers are in config.json
 
 
 class Place(NamedTuple):
     """Where a tensor is: its name and type in the file, its shape, the first byte and how many there are.
 
-    pairs: heads whose rows are stored with RoPE's pairs side by side; 0: none are.
     part: the number of its file, from 0.
     more: what the file adds to each number. Gemma's norms multiply by 1 + weight, and the file has the sum.
+    order: how its rows are stored: "pairs", RoPE's side by side in each of `heads` heads; "first" or "second", this
+        half of the rows of each of them. "": as they are.
+    log: the file has -exp(number).
     """
 
     key: str
@@ -70,41 +51,11 @@ class Place(NamedTuple):
     shape: list[int]
     offset: int
     size: int
-    pairs: int = 0
     part: int = 0
     more: float = 0.0
-
-
-def places(found: Mapping[str, Place], kind: str, pairs: Mapping[str, int], source: str) -> dict[str, Place]:
-    """The tensors by our names. found: by theirs. pairs: the heads of parts whose rows are in llama.cpp's order.
-
-    kind: the architecture, as the file has it.
-
-    Raises:
-        CheckpointError: a tensor that is not known.
-    """
-    named: dict[str, Place] = {}
-    parts = _PARTS | (_GEMMA3_PARTS if kind == "gemma3" else {})
-    for key, stored in found.items():
-        block = _BLOCK.fullmatch(key)
-        base, _, suffix = key.rpartition(".")
-        place = stored._replace(more=1.0 if kind == "gemma3" and base.endswith("norm") else 0.0)
-        if key in UNUSED:
-            continue
-        if base in _NAMES:
-            named[f"{_NAMES[base]}.{suffix}"] = place
-        elif block is not None and block[2] in _EXPERTS:
-            for expert in range(place.shape[0]):
-                size = place.size // place.shape[0]
-                one = place._replace(shape=place.shape[1:], offset=place.offset + expert * size, size=size)
-                named[f"model.layers.{block[1]}.mlp.experts.{expert}.{_EXPERTS[block[2]]}.{block[3]}"] = one
-        elif block is not None and block[2] in parts:
-            named[f"model.layers.{block[1]}.{parts[block[2]]}.{block[3]}"] = place._replace(
-                pairs=pairs.get(block[2], 0)
-            )
-        else:
-            raise CheckpointError(f"{source}: the tensor {key} is not known in this architecture")
-    return named
+    order: Literal["", "pairs", "first", "second"] = ""
+    heads: int = 0
+    log: bool = False
 
 
 def read_index(directory: Path) -> tuple[list[Path], dict[str, Place]]:
@@ -123,13 +74,12 @@ def say_types(directory: Path, *, native: bool) -> None:
         return
     (file, *_), found = read_index(directory)
     types = {place.type for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name}
-    as_they_are = types & ({*FORMATS} if native else {INT4})
-    others = sorted(types - as_they_are - {*_FLOATS})
-    if as_they_are:
-        logger.info(
-            "%s: weights in %s are computed as they are%s",
-            *(file, ", ".join(sorted(as_they_are)), ", on inputs rounded to 8 bits" if native else ""),
-        )
+    in_blocks = types & ({*FORMATS} if native else {INT4})
+    in_floats = types & ({MXFP4} if native else set())
+    others = sorted(types - in_blocks - in_floats - {*_FLOATS})
+    for kinds, inputs in ((in_blocks, ", on inputs rounded to 8 bits" if native else ""), (in_floats, "")):
+        if kinds:
+            logger.info("%s: weights in %s are computed as they are%s", file, ", ".join(sorted(kinds)), inputs)
     if others:
         logger.warning(
             "%s: weights in %s are multiplied out to 16 bits, as no kernel computes them as they are; --quantization "
@@ -140,32 +90,46 @@ def say_types(directory: Path, *, native: bool) -> None:
 
 def has_blocks(place: Place) -> bool:
     """Whether it is a matrix in blocks that native kernels multiply."""
-    return place.type in FORMATS and len(place.shape) == 2  # noqa: PLR2004
+    return place.type in (*FORMATS, MXFP4) and len(place.shape) == 2  # noqa: PLR2004
 
 
 def read(file: Path, place: Place) -> Tensor:
     """The tensor; of a type that is multiplied out in float32."""
     if has_blocks(place):
         return read_blocks(file, place).dense()
-    raw = _bytes(file, place)
+    raw, shape = _bytes(file, place), [_stored_rows(place), *place.shape[1:]]
     if place.type in _FLOATS:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[place.type]
-        tensor = torch.from_numpy(raw).view(dtype).view(place.shape)
+        tensor = torch.from_numpy(raw).view(dtype).view(shape)
     else:
         from gguf import GGMLQuantizationType, dequantize  # not needed by other checkpoints
 
         kind = GGMLQuantizationType[place.type]
-        tensor = torch.from_numpy(dequantize(raw.reshape(*place.shape[:-1], -1), kind).reshape(place.shape))
+        tensor = torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape))
     tensor = tensor - place.more if place.more else tensor
-    return tensor if not place.pairs else tensor[_rows(place)]
+    tensor = (-tensor).log() if place.log else tensor
+    return tensor if not place.order else tensor[_rows(place)]
 
 
-def read_blocks(file: Path, place: Place) -> BlockWeight:
+def read_blocks(file: Path, place: Place) -> BlockWeight | QuantizedWeight:
     """A matrix that `has_blocks`, as it is."""
-    blocks = torch.from_numpy(_bytes(file, place)).view(place.shape[0], -1)
-    return BlockWeight((BlockRows(place.type, blocks if not place.pairs else blocks[_rows(place)]),))
+    raw = torch.from_numpy(_bytes(file, place)).view(_stored_rows(place), -1)
+    rows = raw if not place.order else raw[_rows(place)]
+    if place.type != MXFP4:
+        return BlockWeight((BlockRows(place.type, rows),))
+    blocks = rows.unflatten(1, (-1, _MXFP4_BYTES))
+    codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=2)
+    return QuantizedWeight.mxfp4(codes.flatten(1), blocks[..., 0])
+
+
+def _stored_rows(place: Place) -> int:
+    return place.shape[0] * (2 if place.order in ("first", "second") else 1)
 
 
 def _rows(place: Place) -> Tensor:
     """For each row of the weight its row in the file."""
-    return torch.arange(place.shape[0]).view(place.pairs, -1, 2).transpose(1, 2).reshape(-1)
+    by_head = torch.arange(_stored_rows(place)).view(place.heads, -1)
+    if place.order == "pairs":
+        return by_head.view(place.heads, -1, 2).transpose(1, 2).flatten()
+    half = by_head.shape[1] // 2
+    return by_head[:, :half].flatten() if place.order == "first" else by_head[:, half:].flatten()

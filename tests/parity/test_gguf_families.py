@@ -1,0 +1,155 @@
+"""GGUF files of gpt-oss, LFM2, GLM-4 MoE and Qwen3-Next have the logits of the same weights in safetensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize, quants
+from safetensors.torch import load_file, save_file
+
+from eagle_server.config import parse_args
+from eagle_server.engine.assembly.from_config import build_engine
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.fused_experts import single_experts
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
+from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.layers import Linear
+from tests.parity.checkpoints import CASES, write
+from tests.parity.gguf_checkpoints import assert_speculates_losslessly, checkpoint, logits, opened, own_cache
+from tests.parity.test_mtp_parity import mtp_of, save_beside
+from tests.parity.test_mxfp4 import written as mxfp4
+from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, run, speculative, tokens_of
+
+__all__ = ["own_cache"]
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def round_matrices(source: Path, kind: str, kept: str) -> None:
+    """The checkpoint with the numbers that a file of this type has. kept: a part of the names of those that stay."""
+    tensors, quantized = load_file(source / "model.safetensors"), GGMLQuantizationType[kind]
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.is_floating_point() and not (kept in name or name.endswith("bias")):
+            blocks = quants.quantize(tensor.numpy(), quantized)
+            tensors[name] = torch.from_numpy(dequantize(blocks, quantized)).float()
+    save_file(tensors, source / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_gpt_oss_has_the_logits_of_its_directory(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sinks, windows, biases, and experts in MXFP4, which are the same numbers in another order."""
+    source = tmp_path / "source"
+    chosen = 6 if kind == "Q8_0" else 3  # all, as rounded inputs make other choices
+    mxfp4(source, swiglu_limit=7.0, max_position_embeddings=CONTEXT, num_experts_per_tok=chosen)
+    round_matrices(source, kind, "router")
+    with caplog.at_level(logging.INFO):
+        directory = opened(source, kind, kinds={"ffn_gate_inp": "F32"})
+        packed = logits(directory, pack=True)
+    assert "weights in MXFP4 are computed as they are" in caplog.text
+    stored, expected = open_weights(directory), single_experts(open_weights(source))
+    assert {*stored} == {*expected}
+    assert all(torch.equal(stored[name].read().float(), tensor.read()) for name, tensor in expected.items())
+    exact = logits(source)
+    assert torch.equal(logits(directory), exact)
+    if kind == "Q8_0":  # inputs are rounded to 8 bits
+        assert (packed - exact).norm() < 0.1 * exact.norm()
+    else:
+        assert torch.equal(packed, logits(source, pack=True))
+
+
+OTHERS = {  # what files do not say is as llama.cpp computes it
+    "lfm2": ("lfm2", {}),
+    "lfm2-biases-untied": ("lfm2-biases-own-width-untied", {}),
+    "lfm2-moe": ("lfm2-moe", {}),
+    "glm4-moe": ("glm4-moe", {}),
+    "glm4-moe-groups": ("glm4-moe-groups-quarter-rotated", {}),
+    "qwen3-next": ("qwen3-next", {"mlp_only_layers": []}),
+}
+
+
+WHOLE_BLOCKS = {
+    "lfm2-moe": {"moe_intermediate_size": 32, "num_experts_per_tok": 8},
+    "glm4-moe": {"moe_intermediate_size": 32, "num_experts_per_tok": 8},
+    "glm4-moe-groups-quarter-rotated": {"moe_intermediate_size": 32, "num_experts_per_tok": 8, "topk_group": 4},
+    "qwen3-next": {"moe_intermediate_size": 32, "num_experts_per_tok": 6, "shared_expert_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_have_the_logits_of_their_directories(name: str, tmp_path: Path) -> None:
+    case, changes = OTHERS[name]
+    source = checkpoint(case, tmp_path / "source", **changes, max_position_embeddings=CONTEXT)
+    directory = opened(source)
+    stored, expected = open_weights(directory), open_weights(source)
+    if name == "qwen3-next":  # its logarithms and norms were rounded, and its projections are named as Qwen3.5's
+        torch.testing.assert_close(logits(directory), logits(source), atol=1e-4, rtol=0)
+    else:
+        assert {*stored} == {*expected}
+        assert all(torch.equal(stored[key].read(), tensor.read()) for key, tensor in expected.items())
+        assert torch.equal(logits(directory), logits(source))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_blocks_of_other_families_are_computed_as_they_are(name: str, tmp_path: Path) -> None:
+    """Rounded inputs would make other choices, so logits are compared where all experts are chosen."""
+    case, changes = OTHERS[name]
+    source = checkpoint(
+        case, tmp_path / "source", **changes, **WHOLE_BLOCKS.get(case, {}), max_position_embeddings=CONTEXT
+    )
+    directory = opened(source, "Q8_0", kinds={"ffn_gate_inp": "F32", "conv.weight": "F32", "conv1d": "F32"})
+    exact, near, original = logits(directory), logits(directory, pack=True), logits(source)
+    assert (near - exact).norm() < 1.5 * (exact - original).norm()  # inputs are rounded as weights are
+    target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
+    assert target.is_fused == ("lfm2" not in name)
+    for weight in (each.native[0] for each in target.modules() if isinstance(each, Linear)):
+        outputs, inputs = 16 * -(-weight.outputs // 16), 64 * -(-weight.inputs // 64)  # as they are packed
+        assert 8 * weight.nbytes < 10 * outputs * inputs
+    assert_speculates_losslessly(target)
+
+
+def test_glm_4s_mtp_layer_in_the_file_drafts(tmp_path: Path) -> None:
+    """With its own copies of embedding and lm_head, which some files have."""
+    source = tmp_path / "source"
+    theirs = write(CASES["glm4-moe"], source, max_position_embeddings=CONTEXT, moe_intermediate_size=32)
+    save_beside(mtp_of(theirs), source)
+    tensors, layer = load_file(source / "model.safetensors"), theirs.config.num_hidden_layers
+    for own, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"model.layers.{layer}.{own}.weight"] = tensors[f"{name}.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+    directory = opened(source, "Q8_0", kinds={"ffn_gate_inp": "F32"})
+    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
+    texts, flags = [], ["--model-path", str(directory), "--context-length", "96", "--max-total-tokens", "1024"]
+    for more in ([], ["--speculative-algorithm", "NONE"]):
+        engine = build_engine(parse_args([*flags, *more], environ={}), progress=False)
+        texts.append(tokens_of(run(engine, requests)))
+        assert engine.ready().speculative_algorithm == (more or ["", "NEXTN"])[1]
+        assert (engine.stats().drafted_tokens > 0) == (not more)
+    assert texts[0] == texts[1]
+
+
+def test_an_eagle_3_head_beside_gpt_oss_in_a_file(tmp_path: Path) -> None:
+    mxfp4(tmp_path / "source", swiglu_limit=7.0, max_position_embeddings=CONTEXT)
+    directory = opened(tmp_path / "source", "Q8_0", kinds={"ffn_gate_inp": "F32"})
+    how = Loading(context=CONTEXT, lookahead=MARGIN, progress=False)
+    target: Any = load_target(directory, how, dtype="bfloat16")
+    config = json.loads((directory / "config.json").read_text())
+    raw = {key: config[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
+    raw |= {key: config[key] for key in ("head_dim", "intermediate_size", "rope_parameters")}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    own |= {
+        "draft_vocab_size": raw["vocab_size"],
+        "attention_bias": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    save_checkpoint(random_head(target, "EAGLE3"), tmp_path / "head", {**raw, **own})
+    head = load_draft(tmp_path / "head", target, how)
+    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
+    engine = speculative(target, head)
+    assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
+    assert engine.stats().drafted_tokens > 0
