@@ -20,6 +20,7 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from tests.parity.checkpoints import CASES, write
 from tests.parity.gguf_checkpoints import assert_speculates_losslessly, checkpoint, logits, opened, own_cache
@@ -153,3 +154,22 @@ def test_an_eagle_3_head_beside_gpt_oss_in_a_file(tmp_path: Path) -> None:
     engine = speculative(target, head)
     assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
     assert engine.stats().drafted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "given", "reason"),
+    [
+        ("glm4-moe", {"values": {"expert_gating_func": 1}}, r"expert_gating_func: only sigmoid \(2\) is supported"),
+        (
+            "qwen3-next",
+            {"more": {"blk.0.ssm_in.weight": torch.ones(4, 64).numpy()}},
+            "blk.0.ssm_in.weight is not known",
+        ),
+        ("gpt-oss", {"values": {"attention.sliding_window": None}}, "gpt-oss.attention.sliding_window is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_served_is_named(case: str, given: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    source = checkpoint(case, tmp_path / "source", tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=reason):
+        opened(source, **given)
