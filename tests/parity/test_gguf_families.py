@@ -64,6 +64,19 @@ def test_gpt_oss_has_the_logits_of_its_directory(kind: str, tmp_path: Path, capl
         assert torch.equal(packed, logits(source, pack=True))
 
 
+def test_types_that_no_kernel_computes_in_one_layer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = checkpoint("gpt-oss", tmp_path / "source", swiglu_limit=7.0)
+    kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q8_0", "ffn_down_exps": "MXFP4", "attn_k": "F32"}
+    directory = opened(source, "Q8_0", kinds=kinds | {"ffn_gate_inp": "F32"})
+    with caplog.at_level(logging.WARNING):
+        packed = logits(directory, pack=True)
+    experts, attention = "layers.2.mlp.experts.0.gate_proj.weight", "layers.2.self_attn.q_proj.weight"
+    assert any(experts in line and "no kernel computes their types in one layer" in line for line in caplog.messages)
+    assert any(attention in line and "weights of the layer are not quantized" in line for line in caplog.messages)
+    assert not any("down_proj" in line or "o_proj" in line for line in caplog.messages)
+    assert packed.isfinite().all()
+
+
 OTHERS = {  # what files do not say is as llama.cpp computes it
     "lfm2": ("lfm2", {}),
     "lfm2-biases-untied": ("lfm2-biases-own-width-untied", {}),
