@@ -20,6 +20,7 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from tests.parity.checkpoints import CASES, write
 from tests.parity.gguf_checkpoints import assert_speculates_losslessly, checkpoint, logits, opened, own_cache
@@ -61,6 +62,19 @@ def test_gpt_oss_has_the_logits_of_its_directory(kind: str, tmp_path: Path, capl
         assert (packed - exact).norm() < 0.1 * exact.norm()
     else:
         assert torch.equal(packed, logits(source, pack=True))
+
+
+def test_types_that_no_kernel_computes_in_one_layer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = checkpoint("gpt-oss", tmp_path / "source", swiglu_limit=7.0)
+    kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q8_0", "ffn_down_exps": "MXFP4", "attn_k": "F32"}
+    directory = opened(source, "Q8_0", kinds=kinds | {"ffn_gate_inp": "F32"})
+    with caplog.at_level(logging.WARNING):
+        packed = logits(directory, pack=True)
+    experts, attention = "layers.2.mlp.experts.0.gate_proj.weight", "layers.2.self_attn.q_proj.weight"
+    assert any(experts in line and "no kernel computes their types in one layer" in line for line in caplog.messages)
+    assert any(attention in line and "weights of the layer are not quantized" in line for line in caplog.messages)
+    assert not any("down_proj" in line or "o_proj" in line for line in caplog.messages)
+    assert packed.isfinite().all()
 
 
 OTHERS = {  # what files do not say is as llama.cpp computes it
@@ -153,3 +167,22 @@ def test_an_eagle_3_head_beside_gpt_oss_in_a_file(tmp_path: Path) -> None:
     engine = speculative(target, head)
     assert tokens_of(run(engine, requests)) == tokens_of(run(plain(target), requests))
     assert engine.stats().drafted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "given", "reason"),
+    [
+        ("glm4-moe", {"values": {"expert_gating_func": 1}}, r"expert_gating_func: only sigmoid \(2\) is supported"),
+        (
+            "qwen3-next",
+            {"more": {"blk.0.ssm_in.weight": torch.ones(4, 64).numpy()}},
+            "blk.0.ssm_in.weight is not known",
+        ),
+        ("gpt-oss", {"values": {"attention.sliding_window": None}}, "gpt-oss.attention.sliding_window is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_served_is_named(case: str, given: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    source = checkpoint(case, tmp_path / "source", tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=reason):
+        opened(source, **given)
