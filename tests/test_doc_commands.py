@@ -31,7 +31,7 @@ FOREIGN = {
     *("--build-arg", "--profile"),  # docker
     *("--model_args", "--gen_kwargs", "--apply_chat_template", "--model"),  # lm_eval
     *("--url", "--tokenizer"),  # aiperf
-    *("--index-url", "--torch-backend"),  # pip, uv
+    *("--index-url", "--torch-backend", "--no-deps", "--target"),  # pip, uv
     *("--balance-abs-threshold", "--cache-threshold", "--policy"),  # the routers, held by tests/e2e/test_routers.py
     *("--mode", "--check", "--dist", "--strict"),  # flashinfer, ruff, pytest, mkdocs
     "--renew",  # .ci/run
