@@ -31,7 +31,7 @@ FOREIGN = {
     *("--build-arg", "--profile"),  # docker
     *("--model_args", "--gen_kwargs", "--apply_chat_template", "--model"),  # lm_eval
     *("--url", "--tokenizer"),  # aiperf
-    *("--index-url", "--torch-backend"),  # pip, uv
+    *("--index-url", "--torch-backend", "--no-deps", "--target"),  # pip, uv
     *("--balance-abs-threshold", "--cache-threshold", "--policy"),  # the routers, held by tests/e2e/test_routers.py
     *("--mode", "--check", "--dist", "--strict"),  # flashinfer, ruff, pytest, mkdocs
     "--renew",  # .ci/run
@@ -87,12 +87,15 @@ def python(arguments: Sequence[str]) -> None:
 
 
 def pip(arguments: Sequence[str]) -> None:
-    assert arguments[0] == "install"
+    assert arguments[0] in ("install", "wheel")
     options = argparse.ArgumentParser(exit_on_error=False)
     options.add_argument("-e", "--editable")
     options.add_argument("--index-url")
     options.add_argument("--extra-index-url")
     options.add_argument("packages", nargs="*")
+    if arguments[0] == "wheel":
+        options.add_argument("--no-deps", action="store_true")
+        options.add_argument("--wheel-dir")
     given, unknown = options.parse_known_args(arguments[1:])
     assert not unknown
     for package in [*given.packages, *([given.editable] if given.editable else [])]:

@@ -1,4 +1,5 @@
-// Vectors as wide as the machine's registers, in GCC's vector extensions: one source for AVX-512, AVX2 and any other machine.
+// Vectors as wide as the machine's registers, in GCC's vector extensions: one source for AVX-512, AVX2, NEON and
+// any other machine.
 // Every function computes its lanes independently, so results do not depend on how lanes are used.
 #pragma once
 
@@ -7,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -80,6 +83,8 @@ static inline Vector fma(Vector a, Vector b, Vector c) {
     return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -104,6 +109,8 @@ static inline Vector load_f16(const uint16_t* from) {
     return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__AVX2__) && defined(__F16C__)
     return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__aarch64__)
+    return (Vector)vcvt_f32_f16(vld1_f16((const float16_t*)from));
 #else
     Halves halves;
     memcpy(&halves, from, sizeof halves);
@@ -136,6 +143,8 @@ static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
     // Even and odd bytes, widened to 16 bits: a product of pairs with their sum is exact there.
     auto widened = [](uint32_t word) { return (uint16_t)(int8_t)word | (uint32_t)(int8_t)(word >> 16) << 16; };
     return sums + pairs(weights & 0x00ff00ff, widened(input)) + pairs(weights >> 8 & 0x00ff00ff, widened(input >> 8));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, vreinterpretq_s8_u32(vdupq_n_u32(input)));
 #else
     for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
     return sums;

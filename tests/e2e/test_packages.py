@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -22,7 +23,16 @@ pytestmark = [
     pytest.mark.deep,
     pytest.mark.skipif(find_spec("build") is None, reason="needs build: pip install -e '.[test]'"),
 ]
-SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "kernels", "eagle_server", "eagle_tools")
+SOURCES = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "kernels",
+    "eagle_server",
+    "eagle_tools",
+)
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -104,3 +114,47 @@ def test_the_installed_wheel_serves(installed: Path, tmp_path: Path, monkeypatch
         resolved = httpx.get(f"{up.url}/v1/server_info").json()["resolved"]
         assert resolved["device"]["cpu_kernels"] == "native"  # found in the wheel, and compiled unless that is done
         assert resolved["model"]["model_path"].startswith(str(installed.parent))
+
+
+LIBRARY = b"\x7fELF\0GLIBC_2.2.5\0GLIBC_%s\0GLIBCXX_3.4.%s\0"
+
+
+@pytest.mark.parametrize(
+    ("glibc", "libstdcxx", "tag"),
+    [
+        (b"2.27", b"22", "manylinux_2_28_{machine}"),  # torch needs 2.28
+        (b"2.35", b"24", "manylinux_2_35_{machine}"),
+        (b"2.27", b"29", "linux_{machine}"),
+        (None, None, "any"),
+    ],
+)
+def test_a_wheel_with_libraries_is_for_the_platforms_that_can_load_them(
+    glibc: bytes | None, libstdcxx: bytes | None, tag: str, tmp_path: Path
+) -> None:
+    folder, expected = tmp_path / "sources", tag.format(machine=platform.machine())
+    shutil.copytree(REPOSITORY / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("built"))
+    shutil.copy(REPOSITORY / "setup.py", folder)
+    (folder / "README.md").write_text("")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    data = project["package-data"]["eagle_server.ops.kernels"]
+    (folder / "pyproject.toml").write_text(
+        f"""[project]
+name = "eagle-server"
+version = "1"
+[tool.setuptools]
+packages = ["eagle_server.ops.kernels"]
+package-dir = {{"eagle_server.ops.kernels" = "kernels"}}
+package-data = {{"eagle_server.ops.kernels" = {data}}}
+include-package-data = {str(project["include-package-data"]).lower()}
+"""
+    )
+    if glibc is not None:
+        (folder / "kernels" / "built").mkdir()
+        (folder / "kernels" / "built" / "avx2-0.so").write_bytes(LIBRARY % (glibc, libstdcxx))
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    run(*pip, "--wheel-dir", tmp_path, folder)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"eagle_server-1-py3-none-{expected}.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert ("eagle_server/ops/kernels/built/avx2-0.so" in names) == (glibc is not None)
+    assert f"Tag: py3-none-{expected}\n" in zipfile.ZipFile(wheel).read("eagle_server-1.dist-info/WHEEL").decode()

@@ -7,6 +7,7 @@ them. Without those the torch twins compute everything.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import errno
 import hashlib
@@ -15,7 +16,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -45,19 +45,25 @@ class Variant:
     needs: frozenset[str]
 
 
-_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})  # x86-64-v3; "abm" is LZCNT
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _VNNI, _BF16 = _AVX512 | {"avx512_vnni"}, _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
-VARIANTS = {  # best first
-    "amx": Variant(
-        (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
-    ),
-    "avx512_bf16": Variant(_BF16_FLAGS, _BF16),
-    "avx512_vnni": Variant(_VNNI_FLAGS, _VNNI),
-    "avx2": Variant(("-march=x86-64-v3",), _AVX2),
-    "x86_64": Variant((), frozenset()),
+VARIANTS = {  # of a kind of machine, best first
+    "x86_64": {
+        "amx": Variant(
+            (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
+        ),
+        "avx512_bf16": Variant(_BF16_FLAGS, _BF16),
+        "avx512_vnni": Variant(_VNNI_FLAGS, _VNNI),
+        "avx2": Variant(("-march=x86-64-v3",), _AVX2),
+        "x86_64": Variant((), frozenset()),
+    },
+    "aarch64": {
+        "i8mm": Variant(("-march=armv8.2-a+i8mm",), frozenset({"atomics", "i8mm"})),
+        "aarch64": Variant((), frozenset()),
+    },
 }
 
 logger = logging.getLogger(__name__)
@@ -82,7 +88,12 @@ def library() -> ctypes.CDLL:
         path = _built_before()
         if path is None:
             raise BuildError(str(error)) from None
-        return ctypes.CDLL(str(path))
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as unusable:
+            raise BuildError(f"{error}; the library that was built before cannot be loaded: {unusable}") from None
+        logger.info("CPU kernels: %s, which was built before; it is not compiled here: %s", path.name, error)
+        return loaded
 
 
 def _compiled(compiler: str) -> ctypes.CDLL:
@@ -90,9 +101,12 @@ def _compiled(compiler: str) -> ctypes.CDLL:
     name, reasons = f"{_key(compiler)}.so", list[OSError]()
     for directory in sorted(directories(CACHE, "kernels"), key=lambda directory: not (directory / name).is_file()):
         try:
-            return _loaded(directory / name)
+            loaded = _loaded(directory / name)
         except OSError as error:
             reasons.append(error)
+        else:
+            logger.info("CPU kernels: compiled by %s for this processor, kept in %s", compiler, directory)
+            return loaded
     raise reasons[0] if reasons else OSError("there is no directory to keep the kernels in")
 
 
@@ -130,25 +144,32 @@ def _reason(output: str) -> str:
 
 
 def build_variants(directory: Path) -> None:
-    """Compile a library for each of the `VARIANTS` of this kind of machine.
+    """Compile a library for each of the `VARIANTS` of this kind of machine, in place of those that are there.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob("*.so"):
+        path.unlink()
     for name, variant in _variants().items():
-        compile_kernels(directory / f"{name}.so", variant.flags)
+        compile_kernels(directory / _file_of(name), variant.flags)
+
+
+def _file_of(variant: str) -> str:
+    """The file of a variant of these sources. One of other sources has another name, and is not loaded."""
+    return f"{variant}-{_sources()[:8]}.so"
 
 
 def _variants() -> dict[str, Variant]:
     machine = platform.machine()
-    return VARIANTS if machine == "x86_64" else {machine: Variant((), frozenset())}
+    return VARIANTS.get(machine, {machine: Variant((), frozenset())})
 
 
 def _built_before() -> Path | None:
     """The best of the libraries that were built before."""
     has = set(_processor().split())
-    paths = (BUILT / f"{name}.so" for name, variant in _variants().items() if variant.needs <= has)
+    paths = (BUILT / _file_of(name) for name, variant in _variants().items() if variant.needs <= has)
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -222,12 +243,17 @@ def _compiler() -> str:
 
 def _key(compiler: str) -> str:
     """A name for what the library depends on: sources, flags, compiler and processor."""
-    digest = hashlib.sha256(" ".join((*_FLAGS, _NATIVE)).encode())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=_TIMEOUT).stdout
+    parts = (_sources().encode(), _NATIVE.encode(), compiler.encode(), version, _processor().encode())
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+
+def _sources() -> str:
+    """A digest of the sources and of the flags that every library is compiled with."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for source in sorted(SOURCES.glob("*.*")):
         digest.update(source.name.encode() + source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=_TIMEOUT).stdout
-    digest.update(compiler.encode() + version + _processor().encode())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def _processor() -> str:
@@ -239,5 +265,12 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features")))
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: the directory that gets the libraries."""
+    parser = argparse.ArgumentParser(description="Compile kernels/cpu for each kind of processor.")
+    parser.add_argument("directory", type=Path, help="kernels/built in a clone: a wheel that is built then has them")
+    build_variants(parser.parse_args(arguments).directory)
+
+
 if __name__ == "__main__":
-    build_variants(Path(sys.argv[1]))
+    main()

@@ -314,7 +314,10 @@ def test_the_kernels_are_cpp_for_every_processor(processor: str) -> None:
     subprocess.run(command, check=True)
 
 
-def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "BUILT", tmp_path)
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.setattr(native, "library", library)
     library.cache_clear()
@@ -331,29 +334,52 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
         native.use_native("auto")
 
 
+V3 = "avx2 fma f16c bmi1 bmi2 abm movbe"
+V4 = f"{V3} avx512f avx512bw avx512vl avx512dq avx512cd"
+
+
 @pytest.mark.parametrize(
-    ("processor", "found"),
+    ("machine", "processor", "found"),
     [
-        ("flags: avx2 fma f16c bmi2 sse4_2", "avx2"),
-        ("flags: sse4_2", "x86_64"),
-        pytest.param(None, None, marks=pytest.mark.deep),  # this machine's own, compiled
+        ("x86_64", f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", "amx"),
+        ("x86_64", f"{V4} avx512_vnni avx512_bf16 amx_tile", "avx512_bf16"),
+        ("x86_64", f"{V4} avx512_vnni", "avx512_vnni"),
+        ("x86_64", V4, "avx2"),
+        ("x86_64", f"{V3} sse4_2", "avx2"),
+        ("x86_64", "avx2 fma f16c bmi2", "x86_64"),  # a virtual machine that hides the rest of x86-64-v3
+        ("aarch64", "fp asimd atomics i8mm", "i8mm"),
+        ("aarch64", "fp asimd", "aarch64"),
     ],
 )
 def test_without_a_compiler_the_best_library_that_was_built_serves(
-    processor: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: str, processor: str, found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in build.VARIANTS:
-        (tmp_path / f"{name}.so").touch()
     monkeypatch.setattr(build, "BUILT", tmp_path)
-    if processor is not None:
-        monkeypatch.setattr(build, "_processor", lambda: processor)
+    monkeypatch.setattr(build, "_processor", lambda: f"flags: {processor}")
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    for name in build.VARIANTS[machine]:
+        (tmp_path / build._file_of(name)).touch()
+        (tmp_path / f"{name}-0badc0de.so").touch()  # of other sources
     path = build._built_before()
-    assert path is not None and path.stem == (found or path.stem)
-    if processor is None:
-        path.unlink()
-        compile_kernels(path, build.VARIANTS[path.stem].flags)
-        monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert path == tmp_path / build._file_of(found)
+    for name in build.VARIANTS[machine]:
+        (tmp_path / build._file_of(name)).unlink()
+    assert build._built_before() is None
+
+
+@pytest.mark.deep
+def test_a_library_that_was_built_before_is_loaded_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    has, variants = set(build._processor().split()), build._variants()
+    name = next(name for name, variant in variants.items() if variant.needs <= has)
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    compile_kernels(tmp_path / build._file_of(name), variants[name].flags)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with caplog.at_level("INFO"):
         assert build.library.__wrapped__().eagle_session_new is not None
+    assert f"CPU kernels: {build._file_of(name)}, which was built before" in caplog.text
+    assert "there is no C++ compiler" in caplog.text
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
