@@ -6,14 +6,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
 from eagle_server.api.errors import ApiError
 from eagle_server.api.schemas.generation import SamplingBody
-from eagle_server.api.telemetry.answer_rows import RowRecorder
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.config import Config
 from eagle_server.request import Ready
@@ -24,6 +23,9 @@ from eagle_server.text.sampling_defaults import sampling_defaults
 from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer, media_tokens
 from eagle_server.text.tools.formats import ToolFormat, find_format
+
+if TYPE_CHECKING:
+    from eagle_server.api.telemetry.answer_rows import RowRecorder  # needs prometheus_client, `LLM` does not
 
 logger = logging.getLogger(__name__)
 
