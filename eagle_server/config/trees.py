@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eagle_server.config.base import ConfigError
+from eagle_server.plan import DEEPEST_TREE
 
 NGRAM_STEPS = 8  # longer n-gram drafts are seldom accepted to their end
 
@@ -17,6 +18,10 @@ class TreeOptions:
     eagle_topk: int  # children per node; 0: any number, for n-gram tries
     num_draft_tokens: int  # nodes that the target verifies at once, root included
     ngram_depth: int = 0  # of n-gram tries; 0: no n-grams
+
+    def __post_init__(self) -> None:
+        if self.num_steps > DEEPEST_TREE:
+            raise ConfigError(f"--speculative-num-steps {self.num_steps}: should be at most {DEEPEST_TREE}")
 
 
 # SGLang's choice: a tree of 8 nodes, but a short chain for targets with an MTP layer. A draft language model gets the

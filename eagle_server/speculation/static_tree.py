@@ -13,6 +13,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle_server.plan import DEEPEST_TREE
+
 import torch
 from torch import Tensor
 
@@ -131,6 +133,8 @@ def checked(listed: object) -> Choices:
             raise ValueError(f"{_shortened(repr(node))}: a node is a tuple of ranks, like (0, 2)")
         if min(node) < 0:
             raise ValueError(f"{tuple(node)}: ranks count from 0")
+        if len(node) > DEEPEST_TREE:
+            raise ValueError(f"{_shortened(repr(node))}: a tree has at most {DEEPEST_TREE} levels")
     choices = tuple(tuple(node) for node in listed)
     known = set[tuple[int, ...]]()
     for node in choices:
