@@ -22,9 +22,6 @@ from eagle_server.request import DraftTree, FinishReason, SamplingParams, TokenL
 
 TRACED_STAGE = "stage "  # prefix of the names of `CycleResult.stage_seconds` in a profiler's trace
 
-DEEPEST_TREE = (
-    63  # levels below the root; kernels/cpu/attention.h, RECENT: the positions that a tree's rows may differ in
-)
 TEMPERATURE_EDGES = (1e-9, 0.85)
 TEMPERATURE_BINS = len(TEMPERATURE_EDGES) + 1
 

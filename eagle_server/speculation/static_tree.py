@@ -13,10 +13,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_server.plan import DEEPEST_TREE
-
 import torch
 from torch import Tensor
+
+from eagle_server.algorithms import DEEPEST_TREE
 
 Choices = tuple[tuple[int, ...], ...]
 

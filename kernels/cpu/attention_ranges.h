@@ -1,6 +1,6 @@
 // Attention by ranges of columns, which are merged in order. A row at position p sees the whole pieces that end before
 // p + 1 - RECENT, some pieces a range, and the rest. So ranges depend on the row's position alone: a node of a tree has the
-// same ones as its token has in plain decoding, whoever computes them. Trees are less deep than RECENT (DEEPEST_TREE of eagle_server/plan.py).
+// same ones as its token has in plain decoding, whoever computes them. Trees are less deep than RECENT (DEEPEST_TREE of eagle_server/algorithms.py).
 #pragma once
 
 #include <vector>

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.algorithms import DEEPEST_TREE
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.native import NativeAttention
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool, KVShape
-from eagle_server.plan import DEEPEST_TREE
 
 SLOTS, LONGEST = 4600, 2250
 SIZES = {"few heads": (4, 1, 64), "groups": (16, 2, 32), "odd": (3, 3, 20), "wide": (10, 2, 96)}
