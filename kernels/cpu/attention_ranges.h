@@ -156,9 +156,10 @@ static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
 template <class Rooms, class Shared>
 static void attend_all(Team& team, const Attention& a, std::vector<Task>& tasks, const Rooms& rooms, const Shared& shared) {
     const int kv_heads = a.cache.kv_heads, wanted = 4 * team.size();
-    int64_t lanes = 0;
-    for (int i = 0; i < a.batch.requests; i++) lanes += (int64_t)a.batch.q_len(i) * a.shared;
-    const int most = (int)std::min<int64_t>(MOST_LANES / LANES, std::max<int64_t>(1, lanes * kv_heads / LANES / wanted)) * LANES;
+    int64_t blocks = 0;
+    for (int i = 0; i < a.batch.requests; i++) blocks += ((int64_t)a.batch.q_len(i) * a.shared + LANES - 1) / LANES;
+    // As many lanes as leave enough tasks: together they read keys and values once.
+    const int together = (int)std::min<int64_t>(MOST_LANES / LANES, std::max<int64_t>(1, (blocks * kv_heads + wanted - 1) / wanted)), most = together * LANES;
     find_tasks(a.batch, a.cache, most, tasks);
     const double nanoseconds = attention_nanoseconds(a.batch, a.cache);
     const int64_t size = a.mixed_room();
