@@ -388,7 +388,7 @@ def test_what_is_not_given_of_a_tree_fits_what_is(given_values, llama, deepseek)
 @given(
     steps=st.none() | st.integers(1, 12),
     topk=st.none() | st.integers(1, 12),
-    nodes=st.none() | st.integers(2, 300),
+    nodes=st.none() | st.integers(2, 250),
     architecture=st.sampled_from(["LlamaForCausalLM", "DeepseekV3ForCausalLM"]),
 )
 def test_some_tree_options_alone_keep_their_values(steps, topk, nodes, architecture):
