@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 NONE, NGRAM = "NONE", "NGRAM"
+DEEPEST_TREE = 63  # levels below the root; see RECENT in kernels/cpu/attention.h
 _FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
 _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:eagle_drafter", f"{_DRAFTERS}.eagle:static_eagle_drafter"
 _PAIRS, _NO_KV = f"{_DRAFTERS}.eagle:lookahead", f"{_DRAFTERS}.feature:lookahead"

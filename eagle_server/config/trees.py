@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eagle_server.algorithms import DEEPEST_TREE
 from eagle_server.config.base import ConfigError
 
 NGRAM_STEPS = 8  # longer n-gram drafts are seldom accepted to their end
@@ -17,6 +18,10 @@ class TreeOptions:
     eagle_topk: int  # children per node; 0: any number, for n-gram tries
     num_draft_tokens: int  # nodes that the target verifies at once, root included
     ngram_depth: int = 0  # of n-gram tries; 0: no n-grams
+
+    def __post_init__(self) -> None:
+        if self.num_steps > DEEPEST_TREE:
+            raise ConfigError(f"--speculative-num-steps {self.num_steps}: trees have at most {DEEPEST_TREE} levels")
 
 
 # SGLang's choice: a tree of 8 nodes, but a short chain for targets with an MTP layer. A draft language model gets the
@@ -50,7 +55,7 @@ def completed(base: TreeOptions, steps: int | None, topk: int | None, nodes: int
         topk = topk or base.eagle_topk
         return mixture(steps, topk, nodes or max(base.num_draft_tokens, steps * topk + 1))
     if topk is None:
-        fits_a_chain = given_steps is None or nodes is None or nodes <= given_steps + 1
+        fits_a_chain = nodes is None or nodes <= (given_steps or DEEPEST_TREE) + 1
         topk = 1 if base.eagle_topk == 1 and fits_a_chain else _AUTO_OTHERWISE.eagle_topk
     if given_steps is None and nodes is not None:
         steps = nodes - 1 if topk == 1 else min(steps, nodes - 1)

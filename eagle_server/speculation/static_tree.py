@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eagle_server.algorithms import DEEPEST_TREE
+
 Choices = tuple[tuple[int, ...], ...]
 
 _SHOWN = 60  # error texts show this many characters of a wrong value
@@ -131,6 +133,8 @@ def checked(listed: object) -> Choices:
             raise ValueError(f"{_shortened(repr(node))}: a node is a tuple of ranks, like (0, 2)")
         if min(node) < 0:
             raise ValueError(f"{tuple(node)}: ranks count from 0")
+        if len(node) > DEEPEST_TREE:
+            raise ValueError(f"{_shortened(repr(node))}: a tree has at most {DEEPEST_TREE} levels")
     choices = tuple(tuple(node) for node in listed)
     known = set[tuple[int, ...]]()
     for node in choices:

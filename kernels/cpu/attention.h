@@ -1,6 +1,7 @@
-// Attention over the paged cache, by slots. The scores of a query are kept for all columns. Values are then added in the
-// order of the columns, and chances by the positions of the columns' tokens, without those that its mask hides. So a node
-// of a tree has the same result, bit for bit, as its token has in plain decoding: both see the same positions in order.
+// Attention over the paged cache, by slots, to a range of columns. The scores of a query are kept for all of them. Values are
+// then added in the order of the columns, and chances by the positions of the columns' tokens, without those that its mask
+// hides. So a node of a tree has the same result, bit for bit, as its token has in plain decoding: both see the same
+// positions in order. Which ranges there are, attention_ranges.h says.
 #pragma once
 
 #include <algorithm>
@@ -27,6 +28,12 @@ struct Batch {
 
     const int32_t* slots(int request) const { return req_to_token + req_pool_indices[request] * table_width; }
     bool is_masked(int request) const { return request < masked; }
+    int q_len(int request) const { return qo_indptr[request + 1] - qo_indptr[request]; }
+    // Columns before the mask's, or before the rows' own.
+    int prefix(int request) const { return (int)kv_lens[request] - q_len(request) - (is_masked(request) ? mask_columns - mask_rows : 0); }
+    int position(int request, int row) const {
+        return prefix(request) + (is_masked(request) ? (int)row_depths[(int64_t)request * mask_rows + row] : row);
+    }
 };
 
 // One layer of a KV pool: [kv_heads, slots, head_dim] each. Heads are computed one by one, and memory that is read in its own
@@ -52,6 +59,27 @@ constexpr int COLUMNS[] = {8, LANES == 16 ? 8 : 4, LANES == 16 ? 8 : 3, LANES ==
 constexpr int FETCHED = 8;  // values are fetched so many columns ahead
 constexpr int COLUMN_BLOCK = 32;  // columns whose values are mixed for all lanes, while they are in the nearest cache
 
+// Positions of a whole piece of a context, which all rows see, and the last positions, which no piece has: a tree is less deep.
+constexpr int PIECE = 64, RECENT = 64;
+
+// What a range of columns makes of each lane: the largest score, the sum of e^(score - largest), and the values weighed by
+// these.
+struct Mixed {
+    float *largest, *sums, *values;  // [lanes], [lanes], [lanes][dim]; the number of lanes is one of whole vectors
+    int dim;
+
+    static int64_t room(int lanes, int dim) { return (int64_t)lanes * (dim + 2); }
+
+    Mixed(float* room, int lanes, int dim) : largest(room), sums(room + lanes), values(room + 2 * lanes), dim(dim) {}
+
+    float* of(int lane) const { return values + (int64_t)lane * dim; }
+    Mixed from(int lane) const {
+        Mixed rest = *this;
+        rest.largest += lane, rest.sums += lane, rest.values += (int64_t)lane * dim;
+        return rest;
+    }
+};
+
 static inline int groups_of(int lanes) { return (lanes + QUARTER - 1) / QUARTER; }
 
 static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place, int n) {
@@ -68,34 +96,34 @@ static inline void fetch(const Cache& cache, const void* pool, int64_t place, in
     for (int line = 0; line < numbers * (cache.is_bf16 ? 2 : 4); line += 64) __builtin_prefetch(from + line);
 }
 
-// What the lanes of a block see. A lane is one query head of one row.
+// What the lanes of a block see of a range of columns. A lane is one query head of one row.
 struct Lanes {
     int count, full_from, full_to, begin, end;  // columns [full_from, full_to) are seen by all lanes, none outside [begin, end)
     int prefix;                                 // columns before the mask's, or before the rows' own
     bool masked;
     const int64_t* column_depths;               // [columns from `prefix` on], if masked
     const uint8_t* visible[LANES];              // [columns from `prefix` on], if masked
-    int row[LANES], head[LANES], position[LANES], first[LANES], last[LANES];  // last: exclusive, in the prefix
+    int row[LANES], head[LANES], first[LANES], last[LANES];  // last: exclusive, in the prefix
 
-    Lanes(const Batch& batch, const Cache& cache, int request, int kv_head, int block) {
-        const int shared = cache.heads / cache.kv_heads, q_len = batch.qo_indptr[request + 1] - batch.qo_indptr[request];
-        const int kv_len = (int)batch.kv_lens[request];
+    // numbers: of the lanes, by row and by head that shares the key.
+    Lanes(const Batch& batch, const Cache& cache, int request, int kv_head, const int* numbers, int count, int from, int to)
+        : count(count) {
+        const int shared = cache.heads / cache.kv_heads, kv_len = (int)batch.kv_lens[request];
         masked = batch.is_masked(request);
         column_depths = masked ? batch.column_depths + (int64_t)request * batch.mask_columns : nullptr;
-        prefix = masked ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
-        count = std::min(LANES, q_len * shared - block * LANES);
+        prefix = batch.prefix(request);
         begin = full_to = kv_len;
         full_from = end = 0;
         for (int lane = 0; lane < count; lane++) {
-            row[lane] = (block * LANES + lane) / shared;
-            head[lane] = kv_head * shared + (block * LANES + lane) % shared;
-            position[lane] = prefix + (masked ? (int)batch.row_depths[(int64_t)request * batch.mask_rows + row[lane]] : row[lane]);
-            first[lane] = cache.window ? std::max(0, position[lane] - cache.window + 1) : 0;
-            last[lane] = masked ? prefix : prefix + row[lane] + 1;
+            row[lane] = numbers[lane] / shared;
+            head[lane] = kv_head * shared + numbers[lane] % shared;
+            const int position = batch.position(request, row[lane]);
+            first[lane] = std::max(from, cache.window ? position - cache.window + 1 : 0);
+            last[lane] = std::min(to, masked ? prefix : prefix + row[lane] + 1);
             begin = std::min(begin, first[lane]);
             full_from = std::max(full_from, first[lane]);
             full_to = std::min(full_to, last[lane]);
-            end = std::max(end, masked ? kv_len : last[lane]);
+            end = std::max(end, masked ? std::min(to, kv_len) : last[lane]);
             if (masked) visible[lane] = batch.visible + ((int64_t)request * batch.mask_rows + row[lane]) * batch.mask_columns;
         }
     }
@@ -119,11 +147,11 @@ struct Scores {
     static int lane(int lane) { return lane % QUARTER * CLASSES + lane / QUARTER; }
 };
 
-// One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` has room for
-// [longest_kv + MOST_COLUMNS][LANES] floats.
+// One block of lanes of one request and KV head. q: [rows, heads, head_dim]; `scores` has room for
+// [columns + MOST_COLUMNS][LANES] floats, of which the first is of column `start`.
 template <int groups>
 static void attend(
-    const Batch& batch, const Cache& cache, const Lanes& lanes, int request, int kv_head, const float* q, float* out, float* scores) {
+    const Batch& batch, const Cache& cache, const Lanes& lanes, int request, int kv_head, const float* q, const Mixed& out, float* room) {
     using At = Scores<groups>;
     constexpr int PER = At::PER;
     const int dim = cache.head_dim, q0 = batch.qo_indptr[request];
@@ -141,6 +169,7 @@ static void attend(
     auto place_of = [&](int column) { return cache.place(kv_head, slots[column]); };
     const bool copied = cache.is_bf16 || dim % CLASSES;
     const int start = lanes.begin / PER * PER;
+    float* scores = room - At::column(start);
     Vector most = all(-INFINITY);
     alignas(64) float keys[At::AT_ONCE][LARGEST_HEAD];
     for (int c = start; c < lanes.end; c += At::AT_ONCE) {
@@ -197,7 +226,6 @@ static void attend(
     for (int lane = 0; lane < lanes.count; lane++) {
         float* own = largest + At::lane(lane);
         for (int n = 1; n < PER; n++) own[0] = std::max(own[0], own[n * groups]);
-        if (cache.sinks) own[0] = std::max(own[0], cache.sinks[lanes.head[lane]]);
         for (int n = 1; n < PER; n++) own[n * groups] = own[0];
     }
     most = load(largest);
@@ -222,21 +250,19 @@ static void attend(
             for (int lane = 0; lane < lanes.count; lane++) total(lane, position) += scores[At::column(c) + At::lane(lane)];
         }
     }
-    float divisor[LANES];
     for (int lane = 0; lane < lanes.count; lane++) {
-        float sink = cache.sinks ? std::exp(cache.sinks[lanes.head[lane]] - largest[At::lane(lane)]) : 0;
-        divisor[lane] = (total(lane, 0) + total(lane, 2)) + (total(lane, 1) + total(lane, 3)) + sink;
+        out.largest[lane] = largest[At::lane(lane)];
+        out.sums[lane] = (total(lane, 0) + total(lane, 2)) + (total(lane, 1) + total(lane, 3));
     }
 
     // The values are mixed by blocks of columns, whose values stay in the nearest cache for all lanes.
-    alignas(64) float mixed[LANES][LARGEST_HEAD];
-    memset(mixed, 0, sizeof(mixed[0]) * lanes.count);
+    memset(out.values, 0, sizeof(float) * ((lanes.count + 3) / 4 * 4) * dim);  // lanes are mixed by fours
     for (int c = lanes.begin; c < lanes.end; c += COLUMN_BLOCK) {
         const int end = std::min(c + COLUMN_BLOCK, lanes.end);
         auto mix = [&]<int count, int wide>(int lane, int d) {  // `count` lanes, `wide` vectors of the values
             Vector sums[count][wide];
             for (int l = 0; l < count; l++)
-                for (int i = 0; i < wide; i++) sums[l][i] = load_some(mixed[lane + l] + d + i * LANES, wide > 1 ? LANES : std::min(LANES, dim - d));
+                for (int i = 0; i < wide; i++) sums[l][i] = load_some(out.of(lane + l) + d + i * LANES, wide > 1 ? LANES : std::min(LANES, dim - d));
             for (int from = c; from < end; from++) {
                 int64_t place = place_of(from) + d;
                 const float* chances = scores + At::column(from) + lane / QUARTER;
@@ -252,7 +278,7 @@ static void attend(
                 }
             }
             for (int l = 0; l < count; l++)
-                for (int i = 0; i < wide; i++) store_some(mixed[lane + l] + d + i * LANES, sums[l][i], wide > 1 ? LANES : std::min(LANES, dim - d));
+                for (int i = 0; i < wide; i++) store_some(out.of(lane + l) + d + i * LANES, sums[l][i], wide > 1 ? LANES : std::min(LANES, dim - d));
         };
         for (int d = 0; d < dim;) {
             const int wide = dim - d >= WIDE * LANES ? WIDE : 1;
@@ -262,62 +288,6 @@ static void attend(
                 else few ? mix.template operator()<2, 1>(lane, d) : mix.template operator()<4, 1>(lane, d);
             }
             d += wide * LANES;
-        }
-    }
-    for (int lane = 0; lane < lanes.count; lane++) {
-        float* to = out + ((int64_t)(q0 + lanes.row[lane]) * cache.heads + lanes.head[lane]) * dim;
-        for (int d = 0; d < dim; d++) to[d] = mixed[lane][d] / divisor[lane];
-    }
-}
-
-static int longest_kv(const Batch& batch) {
-    int longest = 0;
-    for (int i = 0; i < batch.requests; i++) longest = std::max(longest, (int)batch.kv_lens[i]);
-    return longest;
-}
-
-// About how long one thread takes.
-static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
-    double groups = 0;
-    for (int i = 0; i < batch.requests; i++) {
-        int lanes = (batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * (cache.heads / cache.kv_heads);
-        groups += (double)groups_of(lanes) * (batch.kv_lens[i] + 8);
-    }
-    return groups * cache.kv_heads * cache.head_dim * 0.2;
-}
-
-// Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv + MOST_COLUMNS][LANES] floats.
-template <class Room>
-static void attend_all(Team& team, const Batch& batch, const Cache& cache, const float* q, float* out, const Room& scores) {
-    const int shared = cache.heads / cache.kv_heads;
-    int most = 0;  // blocks of a request
-    for (int i = 0; i < batch.requests; i++)
-        most = std::max(most, ((batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * shared + LANES - 1) / LANES);
-    team.run(batch.requests * cache.kv_heads * most, attention_nanoseconds(batch, cache), [&](int tile, int thread) {
-        int request = tile / (cache.kv_heads * most), kv_head = tile / most % cache.kv_heads, block = tile % most;
-        int rows = batch.qo_indptr[request + 1] - batch.qo_indptr[request];
-        if (block * LANES >= rows * shared) return;
-        const Lanes lanes(batch, cache, request, kv_head, block);
-        auto run = [&]<int groups>() { attend<groups>(batch, cache, lanes, request, kv_head, q, out, scores(thread)); };
-        switch (groups_of(lanes.count)) {
-            case 1: return run.template operator()<1>();
-            case 2: return run.template operator()<2>();
-            case 3: return run.template operator()<3>();
-            default: return run.template operator()<4>();
-        }
-    });
-}
-
-// Store k, v [kv_heads, head_dim] of row `row` in its slot.
-static void write_row(const Batch& batch, const Cache& cache, int row, const float* k, const float* v) {
-    for (int head = 0; head < cache.kv_heads; head++, k += cache.head_dim, v += cache.head_dim) {
-        int64_t place = cache.place(head, batch.out_cache_loc[row]);
-        if (cache.is_bf16) {
-            store_bf16((uint16_t*)cache.keys + place, k, cache.head_dim);
-            store_bf16((uint16_t*)cache.values + place, v, cache.head_dim);
-        } else {
-            memcpy((float*)cache.keys + place, k, 4 * cache.head_dim);
-            memcpy((float*)cache.values + place, v, 4 * cache.head_dim);
         }
     }
 }

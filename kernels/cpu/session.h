@@ -3,7 +3,7 @@
 
 #include <mutex>
 
-#include "attention.h"
+#include "attention_ranges.h"
 #include "linear.h"
 
 // Threads, and memory that grows with the forwards and is kept.
@@ -18,8 +18,9 @@ struct Session {
     }
 
     void attend(const Batch& batch, const Cache& cache, const float* query, float* out) {
-        int64_t size = (longest_kv(batch) + (int64_t)MOST_COLUMNS) * LANES;
-        attend_all(team, batch, cache, query, out, [&](int thread) { return room(scores[thread], size); });
+        const Attention attention{batch, cache, query, out};
+        const int64_t size = attention.room();
+        attend_all(team, attention, tasks, [&](int thread) { return room(scores[thread], size); }, [&](int64_t n) { return room(ranges, n); });
     }
 
     std::mutex mutex;
@@ -27,6 +28,8 @@ struct Session {
     std::vector<float> qkv, q, v, mixed, normed, added, gates, rates;    // of a layer
     std::vector<float> features, hidden, parts, stream, after, logits;  // of a draft head
     std::vector<float> expert_weights, both, activated, routed, experts;  // of experts
+    std::vector<float> ranges;  // of attention
+    std::vector<Task> tasks;
     std::vector<uint32_t> input, gathered;
     std::vector<int> starts, chosen;
     std::vector<std::vector<float>> scores, noise;  // of each thread

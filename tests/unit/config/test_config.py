@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from eagle_server.algorithms import DEEPEST_TREE
 from eagle_server.config import (
     DEMO_DRAFT,
     DEMO_TARGET,
@@ -368,7 +369,8 @@ def test_given_tree_parameters_win_over_the_architecture(given_values, expected)
         ((None, 1, None), (5, 1, 6), (3, 1, 4)),
         ((None, None, 16), (5, 4, 16), (15, 1, 16)),
         ((None, None, 3), (2, 4, 3), (2, 1, 3)),
-        ((None, None, 100), (7, 4, 100), (99, 1, 100)),
+        ((None, None, 64), (5, 4, 64), (63, 1, 64)),
+        ((None, None, 100), (7, 4, 100), (7, 4, 100)),
         ((None, 1, 8), (7, 1, 8), (7, 1, 8)),
         ((None, 2, 40), (11, 2, 40), (11, 2, 40)),
         ((3, None, 8), (3, 4, 8), (3, 4, 8)),
@@ -386,16 +388,21 @@ def test_what_is_not_given_of_a_tree_fits_what_is(given_values, llama, deepseek)
 @given(
     steps=st.none() | st.integers(1, 12),
     topk=st.none() | st.integers(1, 12),
-    nodes=st.none() | st.integers(2, 300),
+    nodes=st.none() | st.integers(2, 250),
     architecture=st.sampled_from(["LlamaForCausalLM", "DeepseekV3ForCausalLM"]),
 )
 def test_some_tree_options_alone_keep_their_values(steps, topk, nodes, architecture):
     """All but steps with draft tokens, which may contradict each other."""
-    assume(steps is None or nodes is None)
+    assume((steps is None or nodes is None) and (topk != 1 or (nodes or 0) <= DEEPEST_TREE + 1))
     found = SpeculativeSection(num_steps=steps, eagle_topk=topk, num_draft_tokens=nodes).tree_options(architecture)
     assert steps in (None, found.num_steps) and topk in (None, found.eagle_topk)
     assert nodes in (None, found.num_draft_tokens)
     assert 1 <= found.num_steps < found.num_draft_tokens
+
+
+def test_trees_of_too_many_levels_are_refused():
+    with pytest.raises(ValidationError, match=r"--speculative-num-steps 64: trees have at most 63 levels"):
+        SpeculativeSection(num_steps=64, eagle_topk=1)
 
 
 def test_a_chain_verifies_its_steps_and_the_root():

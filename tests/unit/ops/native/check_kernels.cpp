@@ -88,10 +88,10 @@ static void check_product(Session& session, int kind, int in, int out, int rows)
     }
 }
 
-// Two requests, one with several rows, over slots in reverse order.
-static void check_attention(Session& session, int dim) {
-    const int heads = 4, kv_heads = 2, slots = 40, rows = 4, width = 20;
-    const int64_t positions[] = {10, 11, 12, 4}, pool_rows[] = {1, 0}, lengths[] = {13, 5};
+// Two requests, one with several rows, over slots in reverse order. `length`: of the longer one.
+static void check_attention(Session& session, int dim, int length) {
+    const int heads = 4, kv_heads = 2, width = length + 7, slots = 2 * width, rows = 4;
+    const int64_t positions[] = {length - 3, length - 2, length - 1, 4}, pool_rows[] = {1, 0}, lengths[] = {length, 5};
     const int32_t indptr[] = {0, 3, 4};
     std::vector<int32_t> table(2 * width);
     for (int i = 0; i < 2 * width; i++) table[i] = slots - 1 - i;
@@ -129,7 +129,8 @@ int main() {
     Session session(2);
     for (int kind : {FLOAT32, HALVED, BFLOAT16, INT8, INT4, MXFP4})
         for (int rows : {1, 2, 5, 9}) check_product(session, kind, 96, 37, rows), check_product(session, kind, 160, 300, rows);
-    for (int dim : {6, 16, 64, 80}) check_attention(session, dim);
+    for (int dim : {6, 16, 64, 80})
+        for (int length : {13, 129, 1500}) check_attention(session, dim, length);
     printf("%d differences with vectors of %d\n", failures, LANES);
     return failures > 0;
 }
