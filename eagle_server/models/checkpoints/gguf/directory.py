@@ -24,7 +24,7 @@ from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.build import CACHE, check_owner, directories
 
-_VERSION = "3"  # of what is kept
+_VERSION = "4"  # of what is kept
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
 _ENDS = (END, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _GPT2 = ("gpt-2", "gpt2")  # names of its way to split texts
