@@ -12,8 +12,6 @@ import torch
 from gguf import GGMLQuantizationType, dequantize, quants
 from safetensors.torch import load_file, save_file
 
-from eagle_server.config import parse_args
-from eagle_server.engine.assembly.from_config import build_engine
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.fused_experts import single_experts
 from eagle_server.models.checkpoints.gguf.tensors import read_index
@@ -23,9 +21,7 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import open_weights
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
-from tests.parity.checkpoints import CASES, write
 from tests.parity.gguf_checkpoints import WIDE, assert_speculates_losslessly, checkpoint, logits, opened, own_cache
-from tests.parity.test_mtp_parity import mtp_of, save_beside
 from tests.parity.test_mxfp4 import written as mxfp4
 from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, run, speculative, tokens_of
 from tests.support.gguf_files import tiled
@@ -207,26 +203,6 @@ def test_gates_and_up_projections_in_one_tensor(tmp_path: Path) -> None:
     directory = opened(source, fuse_gate_up=True)
     assert any("ffn_gate_up_exps" in place.key for place in read_index(directory)[1].values())
     assert torch.equal(logits(directory), expected)
-
-
-def test_glm_4s_mtp_layer_in_the_file_drafts(tmp_path: Path) -> None:
-    """With its own copies of embedding and lm_head, which some files have."""
-    source = tmp_path / "source"
-    theirs = write(CASES["glm4-moe"], source, max_position_embeddings=CONTEXT, moe_intermediate_size=32)
-    save_beside(mtp_of(theirs), source)
-    tensors, layer = load_file(source / "model.safetensors"), theirs.config.num_hidden_layers
-    for own, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
-        tensors[f"model.layers.{layer}.{own}.weight"] = tensors[f"{name}.weight"].clone()
-    save_file(tensors, source / "model.safetensors")
-    directory = opened(source, "Q8_0", kinds={"ffn_gate_inp": "F32"})
-    requests = [request(i, list(range(3 + i, 30)), temperature=0.7 * (i % 2), seed=i) for i in range(3)]
-    texts, flags = [], ["--model-path", str(directory), "--context-length", "96", "--max-total-tokens", "1024"]
-    for more in ([], ["--speculative-algorithm", "NONE"]):
-        engine = build_engine(parse_args([*flags, *more], environ={}), progress=False)
-        texts.append(tokens_of(run(engine, requests)))
-        assert engine.ready().speculative_algorithm == (more or ["", "NEXTN"])[1]
-        assert (engine.stats().drafted_tokens > 0) == (not more)
-    assert texts[0] == texts[1]
 
 
 def test_an_eagle_3_head_beside_gpt_oss_in_a_file(tmp_path: Path) -> None:

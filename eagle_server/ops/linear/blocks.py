@@ -144,7 +144,8 @@ class BlockWeight:
         """Numbers [out, in / 32 * each] of the stored columns, as those of the weight's."""
         if self.order is None:
             return numbers
-        return numbers.unflatten(1, (-1, each))[:, self.order.argsort()].flatten(1)
+        ordered: Tensor = numbers.unflatten(1, (-1, each))[:, self.order.argsort()].flatten(1)
+        return ordered
 
 
 def block_linear(x: Tensor, weight: BlockWeight) -> Tensor:
