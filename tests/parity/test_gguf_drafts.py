@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_server.config import parse_args
-from eagle_server.engine.assembly.from_config import build_engine
+from eagle_server.config import DEMO_TARGET, parse_args
+from eagle_server.engine.assembly.from_config import build_engine, with_directory
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.gguf.directory import directory_of
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.loading import Loading
+from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.layers import Linear
 from tests.parity.checkpoints import CASES, write
 from tests.parity.gguf_checkpoints import opened, own_cache
 from tests.parity.test_mtp_parity import check_greedy_chain, mtp_of, save_beside
 from tests.support.engines import request, run, tokens_of
+from tests.support.gguf_files import write_gguf
+from tests.support.gguf_heads import write_head
 
 __all__ = ["own_cache"]
 pytestmark = pytest.mark.usefixtures("own_cache")
+STEADY = ("--max-total-tokens", "1024", "--speculative-adaptive", "off", "--speculative-num-steps", "4")
+DEMO_HEADS = {"EAGLE3": DEMO_TARGET.with_name("eagle3"), "DFLASH": DEMO_TARGET.with_name("block")}
 MTP = {"glm4-moe": "deepseek", "qwen3.5": "qwen", "qwen3.5-moe": "qwen"}
 
 
@@ -71,3 +86,105 @@ def test_a_file_with_mtp_layers_drafts_with_them_unless_asked_not_to(case: str, 
     file = opened(source, "Q8_0", kinds={"ffn_gate_inp": "F32", "conv1d": "F32"})
     flags = ["--model-path", str(file)]
     assert texts(flags, "NEXTN") == texts(flags, "NONE")
+
+
+def demo(head: Path, *more: str) -> tuple[object, int, int]:
+    """Texts of the demo's target in float32, and how many tokens the head drafted and had accepted."""
+    flags = [
+        "--model-path",
+        str(DEMO_TARGET),
+        "--speculative-draft-model-path",
+        str(head),
+        "--max-total-tokens",
+        "1024",
+    ]
+    config = with_directory(parse_args([*flags, *STEADY, *more], environ={}))
+    engine = build_engine(config, progress=False)
+    requests = [request(i, list(range(300 + 3 * i, 330)), temperature=0.7 * (i % 2), seed=i) for i in range(4)]
+    tokens = tokens_of(run(engine, requests))
+    return tokens, engine.stats().drafted_tokens, engine.stats().accepted_tokens
+
+
+@pytest.mark.parametrize("algorithm", DEMO_HEADS)
+def test_a_head_in_a_file_drafts_as_its_directory(algorithm: str, tmp_path: Path) -> None:
+    """In float32: the same drafts, bit for bit. A config.json beside the file, of the target, is not the head's."""
+    source = DEMO_HEADS[algorithm]
+    (tmp_path / "config.json").write_text((DEMO_TARGET / "config.json").read_text())
+    file = write_head(source, tmp_path / "head.gguf", "BF16")
+    rounding = ("--speculative-draft-quantization", "none")
+    expected = demo(source, *rounding)
+    assert demo(file, *rounding) == expected
+    assert expected[2] > 0
+    assert demo(file, *rounding, "--speculative-algorithm", algorithm) == expected
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("algorithm", DEMO_HEADS)
+def test_blocks_of_a_head_are_computed_as_they_are(
+    algorithm: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_head(
+        DEMO_HEADS[algorithm], tmp_path / "head.gguf", kind, kinds={"markov": "Q8_0", "confidence": "F32"}
+    )
+    target: Any = load_target(DEMO_TARGET, Loading(progress=False))
+    with caplog.at_level(logging.INFO):
+        head: Any = load_draft(directory_of(file, tokenizer=False, alone=True), target, Loading(progress=False))
+    assert re.search(rf"weights in {kind}.* are computed as they are", caplog.text)
+    linears = [module for module in head.modules() if isinstance(module, Linear)]
+    assert linears and all(8 * each.nbytes < 10 * each.native[0].outputs * each.native[0].inputs for each in linears)
+    exact = open_weights(directory_of(file, tokenizer=False, alone=True))
+    fc = next(each for each in linears if each.parts[0][0] == "fc")
+    assert torch.equal(fc.dense_weight(), exact["fc.weight"].read())
+    tokens, drafted, accepted = demo(file)
+    assert tokens == demo(DEMO_HEADS[algorithm])[0] and 0 < accepted < drafted
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "reason"),
+    [
+        ("EAGLE3", {"values": {"target_layers": None}}, "eagle3.extract_layers is missing"),
+        ("EAGLE3", {"values": {"target_layers": [2, 8, 20]}}, r"strictly increasing boundaries in 0..16"),
+        ("EAGLE3", {"values": {"target_hidden_size": 512}}, "for targets of width 512"),
+        ("EAGLE3", {"values": {"norm_before_fc": True}}, "norm_before_fc: config.json says True, but the file lacks"),
+        ("EAGLE3", {"more": "blk.0.attn_q.bias_2"}, "the tensor blk.0.attn_q.bias_2 is not known in this architecture"),
+        ("EAGLE3", {"more": "d2t.weight"}, "the tensor d2t.weight is not known in this architecture"),
+        ("DFLASH", {"values": {"block_size": None}}, "dflash.block_size is missing"),
+        ("DFLASH", {"values": {"tokenizer.ggml.mask_token_id": None}}, "mask_token_id: a token id in 0..4095"),
+        ("DFLASH", {"values": {"logit_scale": 2.0}}, "dflash.logit_scale: only 1.0 is supported in GGUF"),
+        ("DFLASH", {"more": "selector_hidden.weight"}, "the tensor selector_hidden.weight is not known"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_head_that_cannot_be_read_is_named(
+    algorithm: str, given: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    file = write_head(DEMO_HEADS[algorithm], tmp_path / "head.gguf", **given)
+    with pytest.raises(CheckpointError, match=reason):
+        demo(file)
+
+
+def test_a_norm_before_fc_and_the_older_name_of_the_streams(tmp_path: Path) -> None:
+    """A head of a file without a map, whose embedding and lm_head are the target's."""
+    tensors, config = load_file(DEMO_HEADS["EAGLE3"] / "model.safetensors"), DEMO_HEADS["EAGLE3"] / "config.json"
+    raw = json.loads(config.read_text()) | {"draft_vocab_size": 4096, "norm_before_fc": True}
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+    tensors["input_norm.weight"] = torch.linspace(0.5, 1.5, 768)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps(raw | {"norm_before_residual": True}))
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    values = {"target_layers": None, "extract_layers": [2, 8, 13]}
+    file = write_head(tmp_path / "source", tmp_path / "head.gguf", "BF16", values=values)
+    rounding = ("--speculative-draft-quantization", "none")
+    assert demo(file, *rounding) == demo(tmp_path / "source", *rounding)
+
+
+def test_a_smaller_model_in_a_file_drafts(tmp_path: Path) -> None:
+    """The target itself, with the tokenizer that is beside the file."""
+    (tmp_path / "tokenizer.json").write_text((DEMO_TARGET / "tokenizer.json").read_text())
+    file = write_gguf(DEMO_TARGET, tmp_path / "small.gguf", "BF16")
+    alone = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-quantization", "none")
+    tokens, _, accepted = demo(file, *alone)
+    assert tokens == demo(DEMO_HEADS["EAGLE3"])[0] and accepted > 0
+    with pytest.raises(CheckpointError, match="add --speculative-algorithm STANDALONE"):
+        demo(file)

@@ -25,7 +25,7 @@ _NAMES = {
     **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
     "model.embedding_norm": "token_embd_norm",
 }
-_PARTS = {
+LAYER_PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
@@ -115,7 +115,7 @@ def write_gguf(
     if mtp := sum(name.endswith("nextn.eh_proj.weight") for name in named):
         metadata |= {"block_count": config["num_hidden_layers"] + mtp, "nextn_predict_layers": mtp}
     writer = GGUFWriter(file, architecture, split_max_tensors=tensors_of_part)
-    _write_metadata(writer, architecture, metadata | dict(values or {}))
+    write_metadata(writer, architecture, metadata | dict(values or {}))
     if tokenizer is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(tokenizer["pre"])
@@ -129,14 +129,7 @@ def write_gguf(
         if tensor.dtype == torch.uint8:
             writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.MXFP4)
             continue
-        array = tensor.float().numpy()
-        own = next((each for part, each in (kinds or {}).items() if part in name), kind)
-        if array.ndim == 1 or own == "F32" or name.endswith(".bias"):
-            writer.add_tensor(name, array)
-        else:
-            quantized = GGMLQuantizationType[own]
-            blocks = k_quantized(array, own) if own in K_QUANTS else quants.quantize(array, quantized)
-            writer.add_tensor(name, blocks, raw_dtype=quantized)
+        add_tensor(writer, name, tensor, next((each for part, each in (kinds or {}).items() if part in name), kind))
     for name, array in (more or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -146,7 +139,19 @@ def write_gguf(
     return file if file.is_file() else next(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))
 
 
-def _write_metadata(writer: GGUFWriter, architecture: str, metadata: Mapping[str, Any]) -> None:
+def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
+    """kind: the type of a matrix. Vectors are floats."""
+    array = tensor.float().numpy()
+    if array.ndim == 1 or kind == "F32" or name.endswith(".bias"):
+        writer.add_tensor(name, array)
+        return
+    quantized = GGMLQuantizationType[kind]
+    blocks = k_quantized(array, kind) if kind in K_QUANTS else quants.quantize(array, quantized)
+    writer.add_tensor(name, blocks, raw_dtype=quantized)
+
+
+def write_metadata(writer: GGUFWriter, architecture: str, metadata: Mapping[str, Any]) -> None:
+    """Values by their keys below the architecture's name, or by whole keys. None: it is left out."""
     for name, value in metadata.items():
         key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
         if key == "general.architecture":
@@ -228,9 +233,9 @@ def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dic
         elif part.endswith("in_proj_qkvz"):
             named |= _by_kind(layer, tensor, config)
         elif ".experts" not in part:
-            own = (_PARTS | _OWN_PARTS.get(architecture, {}))[part]
+            own = (LAYER_PARTS | _OWN_PARTS.get(architecture, {}))[part]
             if architecture == "llama" and own in heads:
-                tensor = _side_by_side(tensor, heads[own])
+                tensor = side_by_side(tensor, heads[own])
             named[f"blk.{layer}.{own}.{kind}"] = tensor.squeeze() if own in _SQUEEZED else tensor
     named |= {name: torch.stack([some[i] for i in range(len(some))]) for name, some in experts.items()}
     return named | (_gpt_oss_experts(stored) if architecture == "gpt-oss" else {})
@@ -311,7 +316,7 @@ def _mxfp4_rows(pairs: Tensor, scales: Tensor) -> Tensor:
     return torch.cat([scales[..., None], first | second << 4], dim=-1).flatten(-2)
 
 
-def _side_by_side(rows: Tensor, heads: int) -> Tensor:
+def side_by_side(rows: Tensor, heads: int) -> Tensor:
     """Rows of a projection with the pairs that RoPE rotates side by side."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
+from eagle_server.models.checkpoints.gguf import heads as drafts
 from eagle_server.models.checkpoints.gguf.tensors import Place
 from eagle_server.models.config import CheckpointError
 
-END = "tokenizer.ggml.eos_token_id"
+END, MASK = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.mask_token_id"
 _EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 _SIGMOID = 2  # of expert_gating_func
 _SCALINGS = ("linear", "yarn")
@@ -30,6 +31,8 @@ class GgufArchitecture(NamedTuple):
     model_type, name: in config.json. own: further keys of config.json, from those that all have, the metadata and the
     names of the tensors. parts: names of a layer's tensors beside the usual ones, see `names.places`.
     has_pairs: rows of q_proj and k_proj are stored with RoPE's pairs side by side.
+    top: names of tensors outside of layers, beside the usual ones. is_head: it drafts for a target, whose embedding
+        it may share.
     norm_offset: what the file adds to the weights of norms.
     tiles_values: value heads of recurrent layers are stored in another order, see `Place.order`.
     """
@@ -38,6 +41,8 @@ class GgufArchitecture(NamedTuple):
     name: str
     own: Callable[[Config, Value, Container[str]], Config] | None = None
     parts: Mapping[str, str] = {}
+    top: Mapping[str, str] = {}
+    is_head: bool = False
     has_pairs: bool = False
     norm_offset: float = 0.0
     tiles_values: bool = False
@@ -71,15 +76,15 @@ def config_of(metadata: Mapping[str, Any], found: Mapping[str, Place], factors: 
             raise CheckpointError(f"{kind}.{key} is missing")
         return known
 
-    if "token_embd.weight" not in found:
+    embedding = found.get("token_embd.weight")
+    if embedding is None and not row.is_head:
         raise CheckpointError("the tensor token_embd.weight is missing")
-    vocab, hidden = found["token_embd.weight"].shape
+    hidden = value("embedding_length") if embedding is None else embedding.shape[1]
     heads = value("attention.head_count")
     matrices = {place.type for place in found.values() if len(place.shape) > 1}
     config: Config = {
         "architectures": [row.name],
         "model_type": row.model_type,
-        "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": value("feed_forward_length", metadata.get(f"{kind}.expert_feed_forward_length")),
         "num_hidden_layers": value("block_count"),
@@ -88,13 +93,17 @@ def config_of(metadata: Mapping[str, Any], found: Mapping[str, Place], factors: 
         "head_dim": value("attention.key_length", value("rope.dimension_count", hidden // heads)),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": value("context_length"),
-        "tie_word_embeddings": "output.weight" not in found,
+        "tie_word_embeddings": not row.is_head and "output.weight" not in found,
         "attention_bias": "blk.0.attn_q.bias" in found,
         "eos_token_id": metadata.get(END),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "float32" if matrices == {"F32"} else "bfloat16",
         "rope_parameters": _rope(value, factors),
     }
+    if embedding is not None:
+        config["vocab_size"] = embedding.shape[0]
+    if (mask := metadata.get(MASK)) is not None:
+        config["mask_token_id"] = mask
     config |= {} if row.own is None else row.own(config, value, found)
     if not _EXPERTS & set(config) and any("_exps" in name for name in found):
         raise CheckpointError(f"experts in the architecture {kind} are not supported in GGUF")
@@ -307,4 +316,10 @@ ARCHITECTURES = {
     "qwen35moe": GgufArchitecture(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe, _QWEN3_5_PARTS, norm_offset=1.0, tiles_values=True
     ),
+    "eagle3": GgufArchitecture(
+        *("llama", "LlamaForCausalLMEagle3", drafts.eagle3, drafts.EAGLE3_PARTS, drafts.EAGLE3_TOP),
+        is_head=True,
+        has_pairs=True,
+    ),
+    "dflash": GgufArchitecture("qwen3", "DFlashDraftModel", drafts.dflash, top=drafts.DFLASH_TOP, is_head=True),
 }

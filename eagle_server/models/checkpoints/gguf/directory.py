@@ -35,8 +35,10 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # of llama-gguf-split; the first p
 logger = logging.getLogger(__name__)
 
 
-def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
+def directory_of(file: Path, *, tokenizer: bool = True, alone: bool = False) -> Path:
     """The directory that stands for a GGUF file, with its tokenizer or without.
+
+    alone: without the files beside it, which may be those of a head's target.
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is not supported.
@@ -45,7 +47,7 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
     parts = _parts(file.resolve())
     file = parts[0]
     about = [(part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    beside = [each for pattern in _BESIDE for each in sorted(file.parent.glob(pattern))]
+    beside = [each for pattern in _BESIDE for each in sorted(file.parent.glob(pattern)) if not alone]
     times = [(each.name, each.stat().st_mtime_ns) for each in beside]
     key = hashlib.sha256(repr((_VERSION, str(file), about, times, tokenizer)).encode()).hexdigest()
     for base in directories(CACHE.with_name("gguf"), "gguf"):

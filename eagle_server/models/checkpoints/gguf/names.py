@@ -43,6 +43,7 @@ _SINGLE = {"shortconv.conv": 1, "ssm_conv1d": 1, "ffn_gate_inp_shexp": 0}  # whe
 _HALVES = {"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}  # of the rows of each key head
 _OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out")  # a value head has value_head_dim rows or columns
 _OF_VALUE_HEADS = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")  # a value head has one row
+_IDS = "d2t"  # of a draft's tokens, target ids
 _HEAD_NORM = "nextn.shared_head_norm"
 
 
@@ -60,8 +61,11 @@ def places(
         place = place._replace(more=_offset(base, row))
         if key in UNUSED:
             continue
-        if base in _NAMES:
-            named[f"{_NAMES[base]}.{suffix}"] = place
+        if key == _IDS and row.is_head:
+            named[_IDS] = place._replace(holds="ids")
+            continue
+        if base in (top := {**_NAMES, **row.top}):
+            named[f"{top[base]}.{suffix}"] = place
             continue
         own = {} if block is None else dict(_of_layer(block, place, row, config))
         if not own:

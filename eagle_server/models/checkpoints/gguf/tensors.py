@@ -37,7 +37,8 @@ INDEX = "gguf.json"  # of a directory that stands for a GGUF file, see `director
 INT4 = "Q4_0"  # what other kernels compute too
 MXFP4 = "MXFP4"
 _MXFP4_BYTES = 17  # of a block
-_FLOATS = ("F32", "F16", "BF16")  # computed as they are, but for the rounding of F16 to bfloat16
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # F16 is computed in bfloat16
+_DTYPES = {**_FLOATS, "I32": torch.int32, "I64": torch.int64}
 
 
 class Place(NamedTuple):
@@ -49,7 +50,7 @@ class Place(NamedTuple):
         "second": this half of the rows of each head. "tiled": the last rows are those of value heads, the first one of
         each key head, then the second ones. "tiled columns": so are all columns.
     split: the stored order as sizes: [heads, pairs, 2], [heads, 2, rows], [value heads of a key head, key heads, rows].
-    holds: "-exp": the file has -exp(number).
+    holds: "-exp": the file has -exp(number). "ids": it has number + row.
     """
 
     key: str
@@ -61,7 +62,7 @@ class Place(NamedTuple):
     more: float = 0.0
     order: Literal["", "pairs", "first", "second", "tiled", "tiled columns"] = ""
     split: Sequence[int] = ()
-    holds: Literal["", "-exp"] = ""
+    holds: Literal["", "-exp", "ids"] = ""
 
 
 def read_index(directory: Path) -> tuple[list[Path], dict[str, Place]]:
@@ -107,15 +108,16 @@ def read(file: Path, place: Place) -> Tensor:
     if has_blocks(place):
         return read_blocks(file, place).dense()
     raw, shape = _bytes(file, place), [_stored_rows(place), *place.shape[1:]]
-    if place.type in _FLOATS:
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[place.type]
-        tensor = torch.from_numpy(raw).view(dtype).view(shape)
+    if place.type in _DTYPES:
+        tensor = torch.from_numpy(raw).view(_DTYPES[place.type]).view(shape)
     else:
         from gguf import GGMLQuantizationType, dequantize  # not needed by other checkpoints
 
         kind = GGMLQuantizationType[place.type]
         tensor = torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape))
     tensor = tensor - place.more if place.more else tensor
+    if place.holds == "ids":
+        return tensor.long() - torch.arange(len(tensor))
     tensor = (-tensor).log() if place.holds == "-exp" else tensor
     return tensor[:, _stored(place)] if place.order == "tiled columns" else tensor[_stored(place)]
 
