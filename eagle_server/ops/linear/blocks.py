@@ -137,7 +137,7 @@ class BlockWeight:
         numbers = [part.numbers() for part in self.parts]
         codes = self._ordered(torch.cat([codes for codes, _, _ in numbers]), CHUNK) + _Q4_ZERO
         scales = self._ordered(torch.cat([scales for _, scales, _ in numbers]), 1).t().contiguous()
-        zeros = torch.full(scales.shape, _Q4_ZERO, dtype=torch.uint8)
+        zeros = torch.full(scales.shape, _Q4_ZERO, dtype=torch.uint8, device=scales.device)
         return QuantizedWeight("int4", codes.to(torch.uint8), scales, zeros, FORMATS["Q4_0"].group)
 
     def _ordered(self, numbers: Tensor, each: int) -> Tensor:
@@ -186,7 +186,7 @@ def _nibbles(pairs: Tensor) -> Tensor:
 
 def _bits(data: Tensor, width: int) -> Tensor:
     """uint8 [..., n] -> int32 [..., 8 / width, n]: fields of `width` bits of each byte, the lowest first."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)[:, None]
     return ((data.unsqueeze(-2) >> shifts) & ((1 << width) - 1)).int()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -23,6 +24,8 @@ from eagle_server.models.layers import Linear
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.interface import DraftedTarget
 from eagle_server.ops.native.library import available
+
+log = logging.getLogger(__name__)
 
 Head = TypeVar("Head", bound=HasWeightViews)
 Config = TypeVar("Config", bound=HeadConfig)
@@ -69,8 +72,14 @@ def filled(head: Head, files: DraftFiles, how: Loading, name_of: Callable[[str],
     if not files.is_target:
         say_types(files.directory, native=native)
     if how.pack and (native or place.device.type == "cuda"):
-        for linear, rounded in rounded_linears(cast(nn.Module, head), views, stored).items():
-            linear.pack(codes=rounded())
+        packed = rounded_linears(cast(nn.Module, head), views, stored)
+        if packed and how.quantization is not None:
+            log.info(
+                "%s: quantized weights stay so; those of other layers become %s", files.directory, how.quantization
+            )
+        for linear, rounded in packed.items():
+            if (codes := rounded()) is not None:
+                linear.pack(codes=codes)
             views = {name: view for name, view in views.items() if name not in rounded.tensors}
     stored = {name: tensor for name, tensor in stored.items() if name in views}
     copy_weights(views, stored, source=files.directory, progress=how.progress)

@@ -104,7 +104,7 @@ def has_blocks(place: Place) -> bool:
 
 
 def read(file: Path, place: Place) -> Tensor:
-    """The tensor; of a type that is multiplied out in float32."""
+    """The tensor, on the host; of a type that is multiplied out in float32."""
     if has_blocks(place):
         return read_blocks(file, place).dense()
     raw, shape = _bytes(file, place), [_stored_rows(place), *place.shape[1:]]
@@ -117,7 +117,7 @@ def read(file: Path, place: Place) -> Tensor:
         tensor = torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape))
     tensor = tensor - place.more if place.more else tensor
     if place.holds == "ids":
-        return tensor.long() - torch.arange(len(tensor))
+        return tensor.long() - torch.arange(len(tensor), device=tensor.device)
     tensor = (-tensor).log() if place.holds == "-exp" else tensor
     return tensor[:, _stored(place)] if place.order == "tiled columns" else tensor[_stored(place)]
 
@@ -142,8 +142,8 @@ def _stored_rows(place: Place) -> int:
 def _stored(place: Place) -> Tensor:
     """For each row of the weight its row in the file; of "tiled columns" for each column its column."""
     if place.order == "tiled columns":
-        return _untiled(torch.arange(place.shape[1]), place.split)
-    rows = torch.arange(_stored_rows(place))
+        return _untiled(torch.arange(place.shape[1], device="cpu"), place.split)
+    rows = torch.arange(_stored_rows(place), device="cpu")
     if place.order == "pairs":
         return rows.view(*place.split).transpose(1, 2).flatten()
     if place.order == "tiled":
