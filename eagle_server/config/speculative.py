@@ -87,7 +87,8 @@ class SpeculativeSection(Section):
     draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         default="auto",
         description="round the weights of the draft alone, as --quantization does; texts stay the same, fewer drafts "
-        "may be accepted; none: keep them; auto: as the target's, or int8 where native kernels compute (on CPUs)",
+        "may be accepted; none: keep them; auto: as the target's, or int8 where native kernels compute (on CPUs); "
+        "weights that are quantized in its files stay so",
     )
     draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
         default=None, description="a JSON object; its values replace those of the draft's config.json"
