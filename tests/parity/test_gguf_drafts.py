@@ -71,6 +71,25 @@ def test_mtp_layers_in_the_file_draft_what_transformers_drafts(case: str, tmp_pa
     check_greedy_chain(opened(tmp_path / "source"), theirs, mtp)
 
 
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_mtp_layers_in_a_file_of_their_own_draft(tmp_path: Path, has_norm: bool) -> None:
+    """With embedding, lm_head and last norm of the model, which is also theirs where they have none."""
+    source, alone = tmp_path / "source", tmp_path / "alone" / "source"
+    theirs = write(CASES["qwen3.5"], source, max_position_embeddings=96)
+    save_beside(mtp_of(theirs), source, "qwen")
+    make_predictable(source)
+    tensors = load_file(source / "model.safetensors")
+    left_out = ("model.layers.",) if has_norm else ("model.layers.", "mtp.norm")
+    alone.mkdir(parents=True)
+    save_file({n: each for n, each in tensors.items() if not n.startswith(left_out)}, alone / "model.safetensors")
+    (alone / "config.json").write_text((source / "config.json").read_text())
+    save_file({n: each for n, each in tensors.items() if not n.startswith("mtp.")}, source / "model.safetensors")
+    draft = opened(alone)
+    assert any(name.endswith("shared_head.norm.weight") for name in open_weights(draft))
+    flags = ["--model-path", str(source), "--speculative-draft-model-path", str(draft)]
+    assert texts(flags, "NEXTN") == texts(flags[:2], "NONE")
+
+
 @pytest.mark.parametrize("case", MTP)
 def test_a_file_with_mtp_layers_drafts_with_them_unless_asked_not_to(case: str, tmp_path: Path) -> None:
     source = tmp_path / "source"

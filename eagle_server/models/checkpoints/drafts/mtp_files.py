@@ -33,6 +33,7 @@ from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.targets.interface import DraftedTarget
 from eagle_server.models.targets.registry import mtp_traits, read_target_config
 
+_MODELS_NORM = "norm.weight"  # llama.cpp writes it beside MTP layers that stand alone
 _PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
 _QWEN_NAMES = {
     "mtp.fc.": "eh_proj.",
@@ -165,7 +166,7 @@ def mtp_layers(files: DraftFiles, target_layers: int) -> tuple[range, DraftFiles
     kept = {
         mtp_name(name, first): tensor
         for name, tensor in files.tensors.items()
-        if not has_target or name.startswith(prefixes)
+        if (name != _MODELS_NORM if not has_target else name.startswith(prefixes))
     }
     return layers, replace(files, tensors=kept)
 
