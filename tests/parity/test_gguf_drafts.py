@@ -182,6 +182,14 @@ def test_a_head_that_cannot_be_read_is_named(
         demo(file)
 
 
+def test_a_head_in_the_place_of_a_model_is_refused(tmp_path: Path) -> None:
+    file = write_head(DEMO_HEADS["EAGLE3"], tmp_path / "head.gguf")
+    for flags in (["--model-path"], ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path"]):
+        target = ["--model-path", str(DEMO_TARGET)] if len(flags) > 1 else []
+        with pytest.raises(CheckpointError, match="a draft head, no model; name it with --speculative-draft-model-pa"):
+            with_directory(parse_args([*target, *flags, str(file)], environ={}))
+
+
 def test_a_norm_before_fc_and_the_older_name_of_the_streams(tmp_path: Path) -> None:
     """A head of a file without a map, whose embedding and lm_head are the target's."""
     tensors, config = load_file(DEMO_HEADS["EAGLE3"] / "model.safetensors"), DEMO_HEADS["EAGLE3"] / "config.json"

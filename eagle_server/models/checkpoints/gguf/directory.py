@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def directory_of(file: Path, *, tokenizer: bool = True, alone: bool = False) -> Path:
     """The directory that stands for a GGUF file, with its tokenizer or without.
 
-    alone: without the files beside it, which may be those of a head's target.
+    alone: without the files beside it, which may be those of a head's target. Only then it may be a head.
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is not supported.
@@ -61,7 +61,8 @@ def directory_of(file: Path, *, tokenizer: bool = True, alone: bool = False) -> 
         except OSError:
             continue  # a cache that cannot be written
         try:
-            _write(parts, unfinished, tokenizer=tokenizer and not (file.parent / "tokenizer.json").is_file())
+            own = tokenizer and not (file.parent / "tokenizer.json").is_file()
+            _write(parts, unfinished, tokenizer=own, is_draft=alone)
             for each in beside:
                 shutil.copyfile(each, unfinished / each.name)
             if not directory.is_dir():
@@ -108,7 +109,7 @@ def _found(file: Path, reader: GGUFReader, part: int) -> dict[str, Place]:
     return found
 
 
-def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
+def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool, is_draft: bool) -> None:
     file, readers = parts[0], [_opened(part) for part in parts]
     metadata = {name: _exact(field.contents()) for name, field in readers[0].fields.items() if not _is_long(field)}
     if metadata.get("split.count", 1) > len(parts):
@@ -121,6 +122,8 @@ def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
     factors = next((tensor.data.tolist() for tensor in every if tensor.name == "rope_freqs.weight"), None)
     try:
         row, config = architecture_of(metadata), config_of(metadata, found, factors)
+        if row.is_head and not is_draft:
+            raise CheckpointError("a draft head, no model; name it with --speculative-draft-model-path")
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     named = places(found, row, config, str(file))

@@ -119,6 +119,8 @@ def read(file: Path, place: Place) -> Tensor:
     if place.holds == "ids":
         return tensor.long() - torch.arange(len(tensor), device=tensor.device)
     tensor = (-tensor).log() if place.holds == "-exp" else tensor
+    if not place.order:
+        return tensor
     return tensor[:, _stored(place)] if place.order == "tiled columns" else tensor[_stored(place)]
 
 
@@ -149,7 +151,7 @@ def _stored(place: Place) -> Tensor:
     if place.order == "tiled":
         others = len(rows) - math.prod(place.split)
         return torch.cat([rows[:others], _untiled(rows[others:], place.split)])
-    return rows if not place.order else rows.view(*place.split)[:, int(place.order == "second")].flatten()
+    return rows.view(*place.split)[:, int(place.order == "second")].flatten()
 
 
 def _untiled(numbers: Tensor, split: Sequence[int]) -> Tensor:
