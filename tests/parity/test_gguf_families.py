@@ -149,6 +149,16 @@ def test_blocks_of_other_families_are_computed_as_they_are(name: str, tmp_path: 
     assert_speculates_losslessly(target)
 
 
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-moe"])
+def test_bf16_files_of_qwen_3_5_have_the_logits_of_their_directories(case: str, tmp_path: Path) -> None:
+    source = checkpoint(case, tmp_path / "source", max_position_embeddings=CONTEXT)
+    make_exact(source)
+    tensors = load_file(source / "model.safetensors")
+    rounded = {name: tensor.bfloat16().float() if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+    save_file(rounded, source / "model.safetensors")
+    assert torch.equal(logits(opened(source, "BF16")), logits(source))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("size", [32, 64])  # of a value head: 256 inputs are eight, or four
 def test_value_heads_are_put_back_whatever_block_they_share(
