@@ -99,8 +99,8 @@ def _unknown_command(name: str) -> str:
 
 
 def _with_directory(config: Config) -> Config:
-    """`config` with a directory in the place of a GGUF file."""
-    if config.gguf is None:
+    """`config` with directories in the places of GGUF files."""
+    if config.gguf is None and config.draft_gguf is None:
         return config
     from eagle_server.engine.assembly.from_config import with_directory  # imports torch
 

@@ -24,7 +24,7 @@ def model_location(value: str) -> str:
     raise ValueError("no such directory, and not a Hugging Face id (owner/name)")
 
 
-def target_location(value: str) -> str:
+def weights_location(value: str) -> str:
     path = Path(value).expanduser()
     if gguf_file(path) == path:
         return str(path)
@@ -92,7 +92,7 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 ModelLocation = Annotated[Text, AfterValidator(model_location)]
-TargetLocation = Annotated[Text, AfterValidator(target_location)]
+WeightsLocation = Annotated[Text, AfterValidator(weights_location)]
 
 
 class Section(BaseModel):

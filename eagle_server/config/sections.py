@@ -15,8 +15,8 @@ from eagle_server.config.base import (
     ModelLocation,
     Seconds,
     Section,
-    TargetLocation,
     Text,
+    WeightsLocation,
     comma_separated,
     gguf_file,
     gguf_name,
@@ -36,7 +36,7 @@ DEMO_DRAFT = _DEMO / UNNAMED.demo
 class ModelSection(Section):
     """The model to serve."""
 
-    model_path: TargetLocation | None = Field(
+    model_path: WeightsLocation | None = Field(
         default=None,
         description="the target: a Hugging Face id, a local directory or a GGUF file; default: the embedded demo; "
         "architectures that this package does not implement run on transformers' code",
@@ -301,6 +301,12 @@ class Config(BaseModel):
     def gguf(self) -> Path | None:
         """The GGUF file that holds the target; None: another format does."""
         return None if self.model.model_path is None else gguf_file(Path(self.model.model_path).expanduser())
+
+    @property
+    def draft_gguf(self) -> Path | None:
+        """The GGUF file that holds the draft; None: another format does, or the target's files."""
+        path = self.speculative.draft_model_path
+        return None if path is None else gguf_file(Path(path).expanduser())
 
     def public_dict(self) -> dict[str, Any]:
         """JSON-ready values for logs and /v1/server_info, completed without loading models; never the API key."""

@@ -17,7 +17,7 @@ from eagle_server.algorithms import (
     Algorithm,
     StaticTreeOption,
 )
-from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
+from eagle_server.config.base import ConfigError, Count, Section, Text, WeightsLocation, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's
@@ -53,10 +53,10 @@ class SpeculativeSection(Section):
         "the request, no draft model needed; X+NGRAM: both in one tree; default: detected from the draft's files; "
         "without a draft, NEXTN if the target's own files have MTP layers",
     )
-    draft_model_path: ModelLocation | None = Field(
+    draft_model_path: WeightsLocation | None = Field(
         default=None,
-        description="the draft head, or STANDALONE's smaller model: a Hugging Face id or a local directory; the demo "
-        "has its own, NEXTN needs none",
+        description="the draft head, or STANDALONE's smaller model: a Hugging Face id, a local directory or a GGUF "
+        "file; the demo has its own, NEXTN needs none",
     )
     num_steps: Count | None = Field(
         default=None,
@@ -87,7 +87,8 @@ class SpeculativeSection(Section):
     draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         default="auto",
         description="round the weights of the draft alone, as --quantization does; texts stay the same, fewer drafts "
-        "may be accepted; none: keep them; auto: as the target's, or int8 where native kernels compute (on CPUs)",
+        "may be accepted; none: keep them; auto: as the target's, or int8 where native kernels compute (on CPUs); "
+        "weights that are quantized in its files stay so",
     )
     draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
         default=None, description="a JSON object; its values replace those of the draft's config.json"

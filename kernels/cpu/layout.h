@@ -48,7 +48,7 @@ std::string layout() {
     std::string text;
     {
         using T = Packed;
-        text += described<T>("Packed", {FIELD(T, data), FIELD(T, bias), FIELD(T, scales), FIELD(T, zeros), FIELD(T, kind), FIELD(T, in), FIELD(T, out), FIELD(T, quant_group), FIELD(T, places), FIELD(T, formats)});
+        text += described<T>("Packed", {FIELD(T, data), FIELD(T, bias), FIELD(T, scales), FIELD(T, zeros), FIELD(T, kind), FIELD(T, in), FIELD(T, out), FIELD(T, quant_group), FIELD(T, places), FIELD(T, formats), FIELD(T, order)});
     }
     {
         using T = Batch;

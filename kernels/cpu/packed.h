@@ -35,6 +35,7 @@ struct Packed {
     int32_t kind, in, out, quant_group;
     const int64_t* places;   // GGUF: [groups + 1], where in `data` the records of each 16 outputs begin, and end
     const uint8_t* formats;  // GGUF: [groups]
+    const int32_t* order;    // GGUF: [in / 32], which inputs of a row the records' 32 multiply; null: those at their place
 };
 
 static inline int inputs_of_word(int kind) { return kind == FLOAT32 ? 1 : kind <= BFLOAT16 ? 2 : kind == INT8 ? 4 : 8; }
@@ -143,15 +144,16 @@ static void prepare_blocks(const Packed& w, const float* x, uint32_t* to) {
     InputChunk* chunks = (InputChunk*)(to + 2 * steps_of(w));
     const Vector magic = all(ROUNDING);
     for (int c = 0; c < w.in / CHUNK; c++) {
+        const float* own = x + CHUNK * (w.order ? w.order[c] : c);
         Vector most{}, wrong{};  // NaN or infinity makes the scale NaN or infinite
-        for (int k = CHUNK * c; k < CHUNK * (c + 1); k += LANES) {
-            const Vector part = load(x + k);
+        for (int k = 0; k < CHUNK; k += LANES) {
+            const Vector part = load(own + k);
             most = max(most, max(part, -part)), wrong = wrong + part * 0.0f;
         }
         const float largest = largest_of(most), inverse = largest > 0 ? 127 / largest : 0;
         int8_t codes[CHUNK];
         for (int k = 0; k < CHUNK; k += LANES) {
-            const Ints rounded = (Ints)(load(x + CHUNK * c + k) * inverse + magic) - (Ints)magic;
+            const Ints rounded = (Ints)(load(own + k) * inverse + magic) - (Ints)magic;
             const SignedBytes narrow = __builtin_convertvector(rounded, SignedBytes);
             memcpy(codes + k, &narrow, LANES);
         }

@@ -30,6 +30,7 @@ from tests.parity.checkpoints import CASES, write
 from tests.parity.gguf_checkpoints import assert_speculates_losslessly, checkpoint, logits, opened, own_cache
 from tests.support.engines import CONTEXT, MARGIN
 from tests.support.gguf_files import write_gguf
+from tests.support.gguf_heads import write_head
 from tests.support.k_quants import K_QUANTS, k_quantized
 
 FAMILIES = ["llama", "llama-tied", "llama-biases-of-attention", "qwen2", "qwen3", "qwen3-moe"]
@@ -164,8 +165,10 @@ def test_the_demo_has_its_text_with_its_head(tmp_path: Path) -> None:
     write_gguf(DEMO_TARGET, tmp_path / "demo.gguf")
     asked: dict[str, Any] = {"max_tokens": 32, "temperature": 0, "use_tqdm": False}
     expected = LLM(progress=False, max_total_tokens=2048).generate("def area(radius):\n", **asked)
-    for path in (tmp_path / "demo.gguf", tmp_path):
-        llm = LLM(str(path), speculative_draft_model_path=str(DEMO_DRAFT), max_total_tokens=2048, progress=False)
+    (tmp_path / "head").mkdir()
+    head = write_head(DEMO_DRAFT, tmp_path / "head" / "head.gguf", "Q8_0")
+    for path, draft in ((tmp_path / "demo.gguf", DEMO_DRAFT), (tmp_path, head), (tmp_path, head.parent)):
+        llm = LLM(str(path), speculative_draft_model_path=str(draft), max_total_tokens=2048, progress=False)
         found = llm.generate("def area(radius):\n", **asked)
         assert found[0].outputs[0].text == expected[0].outputs[0].text
 

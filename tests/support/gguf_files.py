@@ -19,12 +19,13 @@ from tests.support.k_quants import K_QUANTS, k_quantized
 ARCHITECTURES = {
     **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"},
     **{"gpt_oss": "gpt-oss", "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "glm4_moe": "glm4moe", "qwen3_next": "qwen3next"},
+    **{"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
 }
 _NAMES = {
     **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
     "model.embedding_norm": "token_embd_norm",
 }
-_PARTS = {
+LAYER_PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
@@ -43,6 +44,23 @@ _LFM2_PARTS = {
     "feed_forward.gate": "ffn_gate_inp",
     **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
+_MTP_PARTS = {
+    **{part: f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"shared_head.{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
+}
+_QWEN_PARTS = {
+    "post_attention_layernorm": "post_attention_norm",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    **_MTP_PARTS,
+}
 _OWN_PARTS = {
     "gemma3": {
         "pre_feedforward_layernorm": "ffn_norm",
@@ -55,18 +73,11 @@ _OWN_PARTS = {
     "glm4moe": {
         "post_attention_layernorm": "post_attention_norm",
         **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-        **{part: f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-        **{f"shared_head.{part}": f"nextn.shared_head_{part}" for part in ("head", "norm")},
+        **_MTP_PARTS,
     },
-    "qwen3next": {
-        "post_attention_layernorm": "post_attention_norm",
-        **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-        "linear_attn.conv1d": "ssm_conv1d",
-        "linear_attn.norm": "ssm_norm",
-        "linear_attn.out_proj": "ssm_out",
-        "linear_attn.in_proj_ba": "ssm_ba",
-    },
+    "qwen3next": {**_QWEN_PARTS, "linear_attn.in_proj_ba": "ssm_ba"},
+    "qwen35": _QWEN_PARTS,
+    "qwen35moe": _QWEN_PARTS,
 }
 _WHOLE_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",
@@ -75,6 +86,7 @@ _WHOLE_NAMES = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
+_QWEN_HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 _SQUEEZED = ("shortconv.conv", "ssm_conv1d", "ffn_gate_inp_shexp")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
@@ -90,22 +102,20 @@ def write_gguf(
     tokenizer: Mapping[str, Any] | None = None,
     kinds: Mapping[str, str] | None = None,
     tensors_of_part: int = 0,
+    fuse_gate_up: bool = False,
 ) -> Path:
     """kind: the type of matrices (MXFP4 stays), `kinds` of those whose names contain a key. values: of metadata, in the
     place of the usual ones. more: further tensors. tokenizer: tokens, types, merges, pre.
-    tensors_of_part: of each file; 0: all are in one."""
+    tensors_of_part: of each file; 0: all are in one. fuse_gate_up: of each expert."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     metadata = _metadata(config, architecture)
+    named = _named(directory, config, architecture)
+    named = _with_fused_experts(named) if fuse_gate_up else named
+    if mtp := sum(name.endswith("nextn.eh_proj.weight") for name in named):
+        metadata |= {"block_count": config["num_hidden_layers"] + mtp, "nextn_predict_layers": mtp}
     writer = GGUFWriter(file, architecture, split_max_tensors=tensors_of_part)
-    for name, value in (metadata | dict(values or {})).items():
-        key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
-        if key == "general.architecture":
-            writer.kv_data[0][key].value = value
-        elif value is not None:
-            kinds_of_values = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-            add = (kinds_of_values | {list: writer.add_array, bool: writer.add_bool})[type(value)]
-            add(key, value)
+    write_metadata(writer, architecture, metadata | dict(values or {}))
     if tokenizer is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(tokenizer["pre"])
@@ -115,18 +125,11 @@ def write_gguf(
     ends = config.get("eos_token_id")
     if isinstance(ends, int):
         writer.add_eos_token_id(ends)
-    for name, tensor in _named(directory, config, architecture).items():
+    for name, tensor in named.items():
         if tensor.dtype == torch.uint8:
             writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.MXFP4)
             continue
-        array = tensor.float().numpy()
-        own = next((each for part, each in (kinds or {}).items() if part in name), kind)
-        if array.ndim == 1 or own == "F32" or name.endswith(".bias"):
-            writer.add_tensor(name, array)
-        else:
-            quantized = GGMLQuantizationType[own]
-            blocks = k_quantized(array, own) if own in K_QUANTS else quants.quantize(array, quantized)
-            writer.add_tensor(name, blocks, raw_dtype=quantized)
+        add_tensor(writer, name, tensor, next((each for part, each in (kinds or {}).items() if part in name), kind))
     for name, array in (more or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -136,6 +139,29 @@ def write_gguf(
     return file if file.is_file() else next(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))
 
 
+def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
+    """kind: the type of a matrix. Vectors are floats."""
+    array = tensor.float().numpy()
+    if array.ndim == 1 or kind == "F32" or name.endswith(".bias"):
+        writer.add_tensor(name, array)
+        return
+    quantized = GGMLQuantizationType[kind]
+    blocks = k_quantized(array, kind) if kind in K_QUANTS else quants.quantize(array, quantized)
+    writer.add_tensor(name, blocks, raw_dtype=quantized)
+
+
+def write_metadata(writer: GGUFWriter, architecture: str, metadata: Mapping[str, Any]) -> None:
+    """Values by their keys below the architecture's name, or by whole keys. None: it is left out."""
+    for name, value in metadata.items():
+        key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
+        if key == "general.architecture":
+            writer.kv_data[0][key].value = value
+        elif value is not None:
+            kinds_of_values = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add = (kinds_of_values | {list: writer.add_array, bool: writer.add_bool})[type(value)]
+            add(key, value)
+
+
 def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or config
@@ -143,14 +169,14 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
-    if architecture in ("qwen3moe", "lfm2moe", "glm4moe", "qwen3next"):
+    if architecture in ("qwen3moe", "lfm2moe", "glm4moe", "qwen3next", "qwen35moe"):
         metadata |= {
             "expert_count": experts_of(config),
             "expert_used_count": config["num_experts_per_tok"],
@@ -185,14 +211,16 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Tensor]:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    stored = load_file(directory / "model.safetensors")
+    stored = _with_numbered_mtp(load_file(directory / "model.safetensors"), config["num_hidden_layers"])
     named: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in stored.items():
         base, _, kind = name.rpartition(".")
-        is_offset = architecture in ("gemma3", "qwen3next") and not base.endswith("linear_attn.norm")
+        is_offset = architecture in ("gemma3", *_QWEN_HYBRIDS) and not base.endswith("linear_attn.norm")
         if is_offset and base.endswith("norm"):
             tensor = tensor + 1
+        if architecture in ("qwen35", "qwen35moe") and "linear_attn" in base:
+            tensor = tiled(base.rpartition(".")[2] if kind == "weight" else kind, tensor, config)
         if base in _NAMES:
             named[f"{_NAMES[base]}.{kind}"] = tensor
             continue
@@ -205,12 +233,54 @@ def _named(directory: Path, config: Mapping[str, Any], architecture: str) -> dic
         elif part.endswith("in_proj_qkvz"):
             named |= _by_kind(layer, tensor, config)
         elif ".experts" not in part:
-            own = (_PARTS | _OWN_PARTS.get(architecture, {}))[part]
+            own = (LAYER_PARTS | _OWN_PARTS.get(architecture, {}))[part]
             if architecture == "llama" and own in heads:
-                tensor = _side_by_side(tensor, heads[own])
+                tensor = side_by_side(tensor, heads[own])
             named[f"blk.{layer}.{own}.{kind}"] = tensor.squeeze() if own in _SQUEEZED else tensor
     named |= {name: torch.stack([some[i] for i in range(len(some))]) for name, some in experts.items()}
     return named | (_gpt_oss_experts(stored) if architecture == "gpt-oss" else {})
+
+
+def _with_fused_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With gates and up-projections of each expert in one tensor."""
+    gates = {name: name.replace("gate", "up") for name in named if "ffn_gate_exps" in name}
+    both = {gate.replace("gate", "gate_up"): torch.cat([named[gate], named[up]], dim=1) for gate, up in gates.items()}
+    return both | {name: tensor for name, tensor in named.items() if name not in {*gates, *gates.values()}}
+
+
+def _with_numbered_mtp(stored: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
+    """Qwen's MTP layers, mtp.*, as layers after the model's."""
+    shared = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    }
+    numbered = {}
+    for name, tensor in stored.items():
+        layer = re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", name)
+        own = re.fullmatch(r"mtp\.(\w+)\.weight", name)
+        if layer is not None:
+            name = f"model.layers.{first + int(layer[1])}.{layer[2]}"
+        elif own is not None:
+            name = f"model.layers.{first}.{shared[own[1]]}.weight"
+        numbered[name] = tensor
+    return numbered
+
+
+def tiled(part: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """A tensor of a recurrent layer with the first value head of each key head before the second ones."""
+    keys, values, size = (config[f"linear_{key}"] for key in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    order = [key * (values // keys) + place for place in range(values // keys) for key in range(keys)]
+    if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return tensor[order]
+    wide = [head * size + i for head in order for i in range(size)]
+    if part == "out_proj":
+        return tensor[:, wide]
+    if part == "norm":
+        return tensor
+    others = len(tensor) - values * size
+    return tensor[[*range(others), *(others + row for row in wide)]]
 
 
 def _by_kind(layer: str, rows: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -246,7 +316,7 @@ def _mxfp4_rows(pairs: Tensor, scales: Tensor) -> Tensor:
     return torch.cat([scales[..., None], first | second << 4], dim=-1).flatten(-2)
 
 
-def _side_by_side(rows: Tensor, heads: int) -> Tensor:
+def side_by_side(rows: Tensor, heads: int) -> Tensor:
     """Rows of a projection with the pairs that RoPE rotates side by side."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
@@ -285,21 +355,28 @@ def _glm4_moe_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_next_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = config["linear_num_value_heads"]
+    heads, kinds = config["linear_num_value_heads"], config["layer_types"]
+    every = 1 + kinds.index("full_attention")
+    is_regular = all((kind == "full_attention") == ((layer + 1) % every == 0) for layer, kind in enumerate(kinds))
     return {
         "rope.dimension_count": int(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]),
-        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
         "ssm.time_step_rank": heads,
         "ssm.inner_size": heads * config["linear_value_head_dim"],
-        "full_attention_interval": 1 + config["layer_types"].index("full_attention"),
+        **(
+            {"full_attention_interval": every}
+            if is_regular
+            else {"attention.recurrent_layers": [kind == "linear_attention" for kind in kinds]}
+        ),
     }
 
 
 _OWN_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    **{"lfm2": _lfm2_keys, "lfm2moe": _lfm2_keys, "glm4moe": _glm4_moe_keys, "qwen3next": _qwen3_next_keys}
+    **{"lfm2": _lfm2_keys, "lfm2moe": _lfm2_keys, "glm4moe": _glm4_moe_keys},
+    **dict.fromkeys(_QWEN_HYBRIDS, _qwen3_next_keys),
 }
 
 

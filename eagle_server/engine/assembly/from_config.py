@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -69,18 +69,27 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
 
 
 def with_directory(config: Config) -> Config:
-    """`config` with the directory that stands for a GGUF file in the file's place, under the file's name.
+    """`config` with the directories that stand for GGUF files in the files' places, under the target file's name.
 
     Raises:
-        CheckpointError: the file cannot be served.
+        CheckpointError: a file cannot be served.
     """
-    if config.gguf is None:
+    target, draft = config.gguf, config.draft_gguf
+    if target is None and draft is None:
         return config
     from eagle_server.models.checkpoints.gguf.directory import directory_of  # needs the package gguf for these alone
 
-    directory = directory_of(config.gguf, tokenizer=config.model.tokenizer_path is None)
-    own = {"model_path": str(directory), "served_model_name": config.served_model_name}
-    return config.model_copy(update={"model": config.model.model_copy(update=own)})
+    changed: dict[str, Any] = {}
+    if target is not None:
+        directory = directory_of(target, tokenizer=config.model.tokenizer_path is None)
+        own = {"model_path": str(directory), "served_model_name": config.served_model_name}
+        changed["model"] = config.model.model_copy(update=own)
+    if draft is not None:
+        is_model = config.speculative.drafts.is_model
+        if target is None or draft.resolve() != target.resolve():
+            directory = directory_of(draft, tokenizer=is_model, alone=not is_model)
+        changed["speculative"] = config.speculative.model_copy(update={"draft_model_path": str(directory)})
+    return config.model_copy(update=changed)
 
 
 def with_own_drafts(config: Config) -> Config:

@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle_server.ops.linear.quantize import QuantizedWeight
 
 _Q4_ZERO = 8
-_CHUNK = 32  # inputs of a row that share a scale
+CHUNK = 32  # inputs of a row that share a scale
 _MOST = 127  # an input rounded to 8 bits
 
 
@@ -79,9 +79,14 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight [out, in]: rows of several formats, one below the other, as the parts of a fused layer may have them."""
+    """A weight [out, in]: rows of several formats, one below the other, as the parts of a fused layer may have them.
+
+    order: int64 [in / 32], where the 32 columns at each place of the rows stand in the weight; None: where they are.
+        Blocks of 256 inputs cannot be put in another order, as they share numbers.
+    """
 
     parts: tuple[BlockRows, ...]
+    order: Tensor | None = None
 
     @classmethod
     def stacked(cls, weights: Sequence[BlockWeight]) -> BlockWeight:
@@ -91,7 +96,8 @@ class BlockWeight:
             if parts and parts[-1].format == part.format:
                 part = BlockRows(part.format, torch.cat([parts.pop().blocks, part.blocks]))
             parts.append(part)
-        return cls(tuple(parts))
+        assert len(weights) == 1 or all(weight.order is None for weight in weights), "one order for all rows"
+        return cls(tuple(parts), weights[0].order)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,11 +111,13 @@ class BlockWeight:
             rows = part.blocks[max(first - begin, 0) : max(last - begin, 0)]
             found += [BlockRows(part.format, rows)] if len(rows) else []
             begin += len(part.blocks)
-        return BlockWeight(tuple(found))
+        return BlockWeight(tuple(found), self.order)
 
     def columns(self, first: int, last: int) -> BlockWeight | None:
-        """Only some of the inputs; None: they do not begin and end with a block."""
+        """Only some of the inputs; None: they do not begin and end with a block, or stand in another order."""
         parts = []
+        if self.order is not None:
+            return None
         for part in self.parts:
             form = FORMATS[part.format]
             if first % form.inputs or last % form.inputs:
@@ -120,17 +128,24 @@ class BlockWeight:
 
     def dense(self) -> Tensor:
         """The weight that is computed with, float32 [out, in]."""
-        return torch.cat([part.dense() for part in self.parts])
+        return self._ordered(torch.cat([part.dense() for part in self.parts]), CHUNK)
 
     def as_int4(self) -> QuantizedWeight | None:
         """The same weight for other kernels, if it is all Q4_0: groups of 32 inputs whose zeros are 8."""
         if any(part.format != "Q4_0" for part in self.parts):
             return None
         numbers = [part.numbers() for part in self.parts]
-        codes = torch.cat([codes for codes, _, _ in numbers]) + _Q4_ZERO
-        scales = torch.cat([scales for _, scales, _ in numbers]).t().contiguous()
-        zeros = torch.full(scales.shape, _Q4_ZERO, dtype=torch.uint8)
+        codes = self._ordered(torch.cat([codes for codes, _, _ in numbers]), CHUNK) + _Q4_ZERO
+        scales = self._ordered(torch.cat([scales for _, scales, _ in numbers]), 1).t().contiguous()
+        zeros = torch.full(scales.shape, _Q4_ZERO, dtype=torch.uint8, device=scales.device)
         return QuantizedWeight("int4", codes.to(torch.uint8), scales, zeros, FORMATS["Q4_0"].group)
+
+    def _ordered(self, numbers: Tensor, each: int) -> Tensor:
+        """Numbers [out, in / 32 * each] of the stored columns, as those of the weight's."""
+        if self.order is None:
+            return numbers
+        ordered: Tensor = numbers.unflatten(1, (-1, each))[:, self.order.argsort()].flatten(1)
+        return ordered
 
 
 def block_linear(x: Tensor, weight: BlockWeight) -> Tensor:
@@ -139,7 +154,8 @@ def block_linear(x: Tensor, weight: BlockWeight) -> Tensor:
     Each 32 inputs of a row are rounded to 8 bits with a scale of their own. Sums of integers are exact. float32 sums
     are over the groups of inputs in order: products * scale * inputs' scale, then inputs * inputs' scale * low.
     """
-    chunks = x.float().unflatten(1, (-1, _CHUNK))
+    chunks = x.float().unflatten(1, (-1, CHUNK))
+    chunks = chunks if weight.order is None else chunks[:, weight.order]
     largest = chunks.abs().amax(dim=2, keepdim=True)
     most = torch.full_like(largest, _MOST)  # `_MOST / largest` would be rounded twice
     inputs = (chunks * torch.where(largest > 0, most / largest, 0.0)).round().flatten(1)
@@ -152,7 +168,7 @@ def _sums(inputs: Tensor, input_scales: Tensor, part: BlockRows) -> Tensor:
     sums = inputs.new_zeros(len(inputs), len(codes))
     groups = zip(inputs.split(size, dim=1), codes.float().split(size, dim=1), strict=True)
     for group, (some, own) in enumerate(groups):
-        scale = input_scales[:, group * size // _CHUNK, None]
+        scale = input_scales[:, group * size // CHUNK, None]
         sums = sums + (some @ own.t()) * (scale * scales[:, group])
         sums = sums + (some.sum(dim=1, keepdim=True) * scale) * lows[:, group]
     return sums
@@ -170,7 +186,7 @@ def _nibbles(pairs: Tensor) -> Tensor:
 
 def _bits(data: Tensor, width: int) -> Tensor:
     """uint8 [..., n] -> int32 [..., 8 / width, n]: fields of `width` bits of each byte, the lowest first."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)[:, None]
     return ((data.unsqueeze(-2) >> shifts) & ((1 << width) - 1)).int()
 
 

@@ -33,6 +33,7 @@ class NativeWeight:
         self.zeros: Tensor | None = None
         self._places: Tensor | None = None
         self._formats: Tensor | None = None
+        self._order: Tensor | None = None
         self._group = 0
         if isinstance(weight, BlockWeight):
             self._pack_blocks(weight)
@@ -57,6 +58,7 @@ class NativeWeight:
     def _pack_blocks(self, weight: BlockWeight) -> None:
         """Each 16 outputs have records of their own, whose sizes follow from their format."""
         self.dtype, self._kind, self._group = torch.float32, _GGUF, _BLOCK_GROUP
+        self._order = None if weight.order is None else weight.order.to("cpu", torch.int32)
         (outputs, self.inputs), places, formats = weight.shape, [0], []
         for part in weight.parts:
             number, groups = FORMATS[part.format].number, -(-len(part.blocks) // _GROUP)
@@ -92,6 +94,7 @@ class NativeWeight:
         weight = cls.__new__(cls)
         weight.dtype, weight.data, weight.scales, weight.zeros = torch.float32, data, scales, zeros
         weight._kind, weight._group, weight._places, weight._formats = _KINDS[quantization], group, None, None
+        weight._order = None
         weight.outputs, weight.inputs = shape
         padded = (-(-weight.inputs // group), -(-weight.outputs // _GROUP) * _GROUP)
         packed = functions().eagle_packed_bytes(byref(weight._struct(None, None)))
@@ -154,6 +157,8 @@ class NativeWeight:
         stored = halves if self.zeros is None else torch.uint8  # of blocks what they are multiplied out to
         out = torch.empty(self.outputs, self.inputs, dtype=stored, device="cpu")
         functions().eagle_unpack(session(), byref(self.struct(None)), pointer(out))
+        if self._order is not None:
+            out = out.unflatten(1, (-1, _BLOCK_GROUP))[:, self._order.argsort()].flatten(1)
         if self.zeros is None:
             return out.to(self.dtype)
         zeros = self.zeros[:, : self.outputs]
@@ -164,7 +169,7 @@ class NativeWeight:
         return QuantizedWeight("int8" if self._kind == _INT8 else "int4", out, scales, zeros, self._group).dense()
 
     def _struct(self, data: Tensor | None, bias: Tensor | None) -> PackedStruct:
-        each = (data, bias, self.scales, self.zeros, self._places, self._formats)
+        each = (data, bias, self.scales, self.zeros, self._places, self._formats, self._order)
         first, second, *groups = (None if tensor is None else pointer(tensor) for tensor in each)
         sizes = (self._kind, self.inputs, self.outputs, self._group)
         return PackedStruct(first, second, *groups[:2], *sizes, *groups[2:])

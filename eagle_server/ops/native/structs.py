@@ -18,6 +18,7 @@ class PackedStruct(Structure):
         ("quant_group", c_int32),
         ("places", c_void_p),
         ("formats", c_void_p),
+        ("order", c_void_p),
     )
 
 

@@ -20,17 +20,20 @@ from safetensors.torch import load_file, save_file
 
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.gguf.directory import directory_of
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.tiny import tiny_pair
 from tests.parity.checkpoints import CASES, write
+from tests.parity.gguf_checkpoints import opened, own_cache
 from tests.parity.test_mtp_parity import mtp_of, save_beside
 from tests.parity.test_quantized_checkpoints import FORMATS as QUANTIZED
 from tests.parity.test_quantized_checkpoints import as_awq, as_fp8_by_rows, compressed
 from tests.support import deepseek, mimo_v2, step3p5
 from tests.support.blocks import block_tensors, confidence_tensors, edge_tensors, write_block
+from tests.support.gguf_heads import write_head
 from tests.support.second_device import SecondDevice, elsewhere
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models import test_block, test_peagle, test_redrafter
@@ -39,6 +42,7 @@ from tests.unit.models.test_gemma4_assistant import write_assistant
 from tests.unit.models.test_medusa import TARGET_CONFIG, medusa_tensors
 from tests.unit.models.test_modelopt_heads import MODELOPT, exported
 
+__all__ = ["own_cache"]
 CONTEXT = 64
 
 
@@ -168,6 +172,17 @@ def quantized_head(config: dict[str, Any], store: Callable[..., Any], directory:
     return Files(files.target, quantized(files.draft, config, store))
 
 
+def gguf_head(kind: str, directory: Path) -> Files:
+    files = demo(directory)
+    file = write_head(files.draft, directory / "head.gguf", kind)
+    return Files(files.target, directory_of(file, tokenizer=False, alone=True))
+
+
+def gguf_mtp(directory: Path) -> Files:
+    files = transformers_mtp("qwen3.5", "qwen", directory / "source")
+    return own_files(opened(files.draft, "Q8_0", kinds={"conv1d": "F32"}))
+
+
 AWQ: tuple[dict[str, Any], Any] = ({"quant_method": "awq", "bits": 4, "group_size": 32}, as_awq)
 MAKERS: dict[str, dict[str, Maker]] = {  # by algorithm
     "EAGLE": {
@@ -186,6 +201,7 @@ MAKERS: dict[str, dict[str, Maker]] = {  # by algorithm
         "ModelOpt": head(MODELOPT, lambda: exported(dc.eagle3_tensors(), "midlayer.")),
         **{name: partial(quantized_head, *form[:2]) for name, form in QUANTIZED.items()},
         "AWQ": partial(quantized_head, *AWQ),
+        **{f"GGUF, {kind}": partial(gguf_head, kind) for kind in ("BF16", "Q4_0", "Q8_0")},
     },
     "PEAGLE": {name: partial(peagle, form) for name, form in test_peagle.FORMATS.items()},
     "MEDUSA": {
@@ -203,6 +219,7 @@ MAKERS: dict[str, dict[str, Maker]] = {  # by algorithm
         "a token map": mtp_with_map,
         "GLM, three layers": partial(mtp, deepseek.GLM, num_nextn_predict_layers=3),
         "Qwen3.5": partial(transformers_mtp, "qwen3.5", "qwen"),
+        "Qwen3.5, GGUF": gguf_mtp,
         "MiMo": partial(transformers_mtp, "mimo", "mimo"),
         "MiMo-V2, padded values": partial(published_mtp, mimo_v2.write_with_mtp),
         "Step": partial(published_mtp, step3p5.write_with_mtp),
@@ -222,6 +239,7 @@ MAKERS: dict[str, dict[str, Maker]] = {  # by algorithm
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [(row, name) for row in ALGORITHMS for name in MAKERS[row]])
+@pytest.mark.usefixtures("own_cache")
 def test_a_draft_is_on_the_device_of_its_target(algorithm: str, name: str, tmp_path: Path) -> None:
     files = MAKERS[algorithm][name](tmp_path)
     on_host = copy.deepcopy(files.target)

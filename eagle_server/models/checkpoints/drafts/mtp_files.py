@@ -23,16 +23,17 @@ from dataclasses import replace
 import torch
 
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, canonical_name, flatten
-from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, shared_weights
+from eagle_server.models.checkpoints.drafts.draft_loading import as_loaded, filled, shared_weights
 from eagle_server.models.checkpoints.drafts.draft_vocabulary import check_vocabulary, is_copy, without_copies
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.padded_values import with_padded_values
-from eagle_server.models.checkpoints.weights import StoredTensor, Weights, copy_weights
+from eagle_server.models.checkpoints.weights import StoredTensor, Weights
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.targets.interface import DraftedTarget
 from eagle_server.models.targets.registry import mtp_traits, read_target_config
 
+_MODELS_NORM = "norm.weight"  # llama.cpp writes it beside MTP layers that stand alone
 _PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
 _QWEN_NAMES = {
     "mtp.fc.": "eh_proj.",
@@ -80,9 +81,7 @@ def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
     config = as_loaded(config, files, how)
     files = replace(files, tensors=with_padded_values(files.tensors, config.layers))
     head = MtpHead(config, how.positions, shared_weights(target, config))
-    views = {mtp_name(canonical_name(name), numbers[0]): view for name, view in head.weight_views()}
-    copy_weights(views, files.tensors, source=files.directory, progress=how.progress)
-    return head
+    return filled(head, files, how, lambda name: mtp_name(canonical_name(name), numbers[0]))
 
 
 def by_deepseeks_names(files: DraftFiles, index: int) -> DraftFiles:
@@ -167,7 +166,7 @@ def mtp_layers(files: DraftFiles, target_layers: int) -> tuple[range, DraftFiles
     kept = {
         mtp_name(name, first): tensor
         for name, tensor in files.tensors.items()
-        if not has_target or name.startswith(prefixes)
+        if (name != _MODELS_NORM if not has_target else name.startswith(prefixes))
     }
     return layers, replace(files, tensors=kept)
 

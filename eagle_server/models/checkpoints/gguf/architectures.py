@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
+from eagle_server.models.checkpoints.gguf import heads as drafts
 from eagle_server.models.checkpoints.gguf.tensors import Place
 from eagle_server.models.config import CheckpointError
 
-END = "tokenizer.ggml.eos_token_id"
+END, MASK = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.mask_token_id"
 _EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 _SIGMOID = 2  # of expert_gating_func
 _SCALINGS = ("linear", "yarn")
@@ -30,15 +31,21 @@ class GgufArchitecture(NamedTuple):
     model_type, name: in config.json. own: further keys of config.json, from those that all have, the metadata and the
     names of the tensors. parts: names of a layer's tensors beside the usual ones, see `names.places`.
     has_pairs: rows of q_proj and k_proj are stored with RoPE's pairs side by side.
+    top: names of tensors outside of layers, beside the usual ones. is_head: it drafts for a target, whose embedding
+        it may share.
     norm_offset: what the file adds to the weights of norms.
+    tiles_values: value heads of recurrent layers are stored in another order, see `Place.order`.
     """
 
     model_type: str
     name: str
     own: Callable[[Config, Value, Container[str]], Config] | None = None
     parts: Mapping[str, str] = {}
+    top: Mapping[str, str] = {}
+    is_head: bool = False
     has_pairs: bool = False
     norm_offset: float = 0.0
+    tiles_values: bool = False
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> GgufArchitecture:
@@ -69,30 +76,34 @@ def config_of(metadata: Mapping[str, Any], found: Mapping[str, Place], factors: 
             raise CheckpointError(f"{kind}.{key} is missing")
         return known
 
-    if "token_embd.weight" not in found:
+    embedding = found.get("token_embd.weight")
+    if embedding is None and not row.is_head:
         raise CheckpointError("the tensor token_embd.weight is missing")
-    vocab, hidden = found["token_embd.weight"].shape
+    hidden = value("embedding_length") if embedding is None else embedding.shape[1]
     heads = value("attention.head_count")
     matrices = {place.type for place in found.values() if len(place.shape) > 1}
     config: Config = {
         "architectures": [row.name],
         "model_type": row.model_type,
-        "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length"),
+        "intermediate_size": value("feed_forward_length", metadata.get(f"{kind}.expert_feed_forward_length")),
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
         "head_dim": value("attention.key_length", value("rope.dimension_count", hidden // heads)),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": value("context_length"),
-        "tie_word_embeddings": "output.weight" not in found,
+        "tie_word_embeddings": not row.is_head and "output.weight" not in found,
         "attention_bias": "blk.0.attn_q.bias" in found,
         "eos_token_id": metadata.get(END),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "float32" if matrices == {"F32"} else "bfloat16",
         "rope_parameters": _rope(value, factors),
     }
+    if embedding is not None:
+        config["vocab_size"] = embedding.shape[0]
+    if (mask := metadata.get(MASK)) is not None:
+        config["mask_token_id"] = mask
     config |= {} if row.own is None else row.own(config, value, found)
     if not _EXPERTS & set(config) and any("_exps" in name for name in found):
         raise CheckpointError(f"experts in the architecture {kind} are not supported in GGUF")
@@ -215,20 +226,35 @@ def _glm4_moe(config: Config, value: Value, found: Container[str]) -> Config:
     }
 
 
-def _qwen3_next(config: Config, value: Value, found: Container[str]) -> Config:
-    """Projections are stored as Qwen3.5's are: all queries, then all keys, and so on."""
-    values = value("ssm.time_step_rank")
+def _qwen3_5(config: Config, value: Value, found: Container[str]) -> Config:
+    """The last layers are for multi-token prediction. Texts have one position in all sections of RoPE."""
+    values, mtp = value("ssm.time_step_rank"), value("nextn_predict_layers", 0)
+    layers = config["num_hidden_layers"] - mtp
     return {
-        **_qwen3_moe(config, value, found),
+        **_hybrid_layers(value, layers),
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": mtp,
         "rope_parameters": _rotated_part(config, value, config["head_dim"]),
-        "shared_expert_intermediate_size": value("expert_shared_feed_forward_length"),
-        "full_attention_interval": value("full_attention_interval", 4),
         "linear_num_key_heads": value("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_key_head_dim": value("ssm.state_size"),
         "linear_value_head_dim": value("ssm.inner_size") // values,
         "linear_conv_kernel_dim": value("ssm.conv_kernel"),
     }
+
+
+def _hybrid_layers(value: Value, layers: int) -> Config:
+    """Which layers are recurrent: a list, or all but every so manieth."""
+    recurrent = value("attention.recurrent_layers", [])
+    if not recurrent:
+        return {"full_attention_interval": value("full_attention_interval", 4)}
+    return {"layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[:layers]]}
+
+
+def _qwen3_5_moe(config: Config, value: Value, found: Container[str]) -> Config:
+    """Qwen3-Next's projections are stored as Qwen3.5's are: all queries, then all keys, and so on."""
+    shared = {"shared_expert_intermediate_size": value("expert_shared_feed_forward_length")}
+    return {**_qwen3_5(config, value, found), **_qwen3_moe(config, value, found), **shared}
 
 
 def _rotated_part(config: Config, value: Value, head_dim: int) -> Config:
@@ -245,14 +271,17 @@ _LFM2_PARTS = {
     **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+_MTP_PARTS = {
+    **{f"nextn.{part}": part for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"nextn.shared_head_{part}": f"shared_head.{part}" for part in ("head", "norm")},
+}
 _GLM4_MOE_PARTS = {
     "post_attention_norm": "post_attention_layernorm",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
-    **{f"nextn.{part}": part for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-    **{f"nextn.shared_head_{part}": f"shared_head.{part}" for part in ("head", "norm")},
+    **_MTP_PARTS,
 }
-_QWEN3_NEXT_PARTS = {
+_QWEN3_5_PARTS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -261,8 +290,11 @@ _QWEN3_NEXT_PARTS = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **_MTP_PARTS,
 }
 
 ARCHITECTURES = {
@@ -276,6 +308,18 @@ ARCHITECTURES = {
     "lfm2moe": GgufArchitecture("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2_moe, _LFM2_PARTS),
     "glm4moe": GgufArchitecture("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE_PARTS),
     "qwen3next": GgufArchitecture(
-        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_next, _QWEN3_NEXT_PARTS, norm_offset=1.0
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe, _QWEN3_5_PARTS, norm_offset=1.0
     ),
+    "qwen35": GgufArchitecture(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5, _QWEN3_5_PARTS, norm_offset=1.0, tiles_values=True
+    ),
+    "qwen35moe": GgufArchitecture(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe, _QWEN3_5_PARTS, norm_offset=1.0, tiles_values=True
+    ),
+    "eagle3": GgufArchitecture(
+        *("llama", "LlamaForCausalLMEagle3", drafts.eagle3, drafts.EAGLE3_PARTS, drafts.EAGLE3_TOP),
+        is_head=True,
+        has_pairs=True,
+    ),
+    "dflash": GgufArchitecture("qwen3", "DFlashDraftModel", drafts.dflash, top=drafts.DFLASH_TOP, is_head=True),
 }

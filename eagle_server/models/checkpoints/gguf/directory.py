@@ -24,7 +24,7 @@ from eagle_server.models.checkpoints.gguf.tensors import INDEX, Place
 from eagle_server.models.config import CheckpointError
 from eagle_server.ops.native.build import CACHE, check_owner, directories
 
-_VERSION = "3"  # of what is kept
+_VERSION = "4"  # of what is kept
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
 _ENDS = (END, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _GPT2 = ("gpt-2", "gpt2")  # names of its way to split texts
@@ -35,8 +35,10 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # of llama-gguf-split; the first p
 logger = logging.getLogger(__name__)
 
 
-def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
+def directory_of(file: Path, *, tokenizer: bool = True, alone: bool = False) -> Path:
     """The directory that stands for a GGUF file, with its tokenizer or without.
+
+    alone: without the files beside it, which may be those of a head's target. Only then it may be a head.
 
     Raises:
         CheckpointError: the file is damaged, or its architecture or tokenizer is not supported.
@@ -45,7 +47,7 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
     parts = _parts(file.resolve())
     file = parts[0]
     about = [(part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    beside = [each for pattern in _BESIDE for each in sorted(file.parent.glob(pattern))]
+    beside = [each for pattern in _BESIDE for each in sorted(file.parent.glob(pattern)) if not alone]
     times = [(each.name, each.stat().st_mtime_ns) for each in beside]
     key = hashlib.sha256(repr((_VERSION, str(file), about, times, tokenizer)).encode()).hexdigest()
     for base in directories(CACHE.with_name("gguf"), "gguf"):
@@ -59,7 +61,8 @@ def directory_of(file: Path, *, tokenizer: bool = True) -> Path:
         except OSError:
             continue  # a cache that cannot be written
         try:
-            _write(parts, unfinished, tokenizer=tokenizer and not (file.parent / "tokenizer.json").is_file())
+            own = tokenizer and not (file.parent / "tokenizer.json").is_file()
+            _write(parts, unfinished, tokenizer=own, is_draft=alone)
             for each in beside:
                 shutil.copyfile(each, unfinished / each.name)
             if not directory.is_dir():
@@ -106,7 +109,7 @@ def _found(file: Path, reader: GGUFReader, part: int) -> dict[str, Place]:
     return found
 
 
-def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
+def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool, is_draft: bool) -> None:
     file, readers = parts[0], [_opened(part) for part in parts]
     metadata = {name: _exact(field.contents()) for name, field in readers[0].fields.items() if not _is_long(field)}
     if metadata.get("split.count", 1) > len(parts):
@@ -119,6 +122,8 @@ def _write(parts: Sequence[Path], directory: Path, *, tokenizer: bool) -> None:
     factors = next((tensor.data.tolist() for tensor in every if tensor.name == "rope_freqs.weight"), None)
     try:
         row, config = architecture_of(metadata), config_of(metadata, found, factors)
+        if row.is_head and not is_draft:
+            raise CheckpointError("a draft head, no model; name it with --speculative-draft-model-path")
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     named = places(found, row, config, str(file))

@@ -9,6 +9,8 @@ Each is listed as its type, shape and place in the file, and read from there:
 
 Llama's q_proj and k_proj are stored with the pairs of RoPE side by side, as llama.cpp rotates them: rows are put back.
 Qwen3-Next's b and a are stored in one tensor, of one key head after the other, and -exp(A_log) in the place of A_log.
+Qwen3.5's value heads are stored tiled, the first one of each key head, then the second ones: rows are put back. Columns
+are, too, but for blocks, which may hold several heads: these say which inputs they multiply.
 
 Source: the format's specification (docs/gguf.md of ggml) and the package gguf.
 """
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.ops.linear.blocks import FORMATS, BlockRows, BlockWeight
+from eagle_server.ops.linear.blocks import CHUNK, FORMATS, BlockRows, BlockWeight
 from eagle_server.ops.linear.quantize import QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -33,7 +37,8 @@ INDEX = "gguf.json"  # of a directory that stands for a GGUF file, see `director
 INT4 = "Q4_0"  # what other kernels compute too
 MXFP4 = "MXFP4"
 _MXFP4_BYTES = 17  # of a block
-_FLOATS = ("F32", "F16", "BF16")  # computed as they are, but for the rounding of F16 to bfloat16
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # F16 is computed in bfloat16
+_DTYPES = {**_FLOATS, "I32": torch.int32, "I64": torch.int64}
 
 
 class Place(NamedTuple):
@@ -41,9 +46,11 @@ class Place(NamedTuple):
 
     part: the number of its file, from 0.
     more: what the file adds to each number. Gemma's norms multiply by 1 + weight, and the file has the sum.
-    order: how its rows are stored: "pairs", RoPE's side by side in each of `heads` heads; "first" or "second", this
-        half of the rows of each of them. "": as they are.
-    log: the file has -exp(number).
+    order: how its rows are stored. "": as they are. "pairs": in each head RoPE's pairs are side by side. "first",
+        "second": this half of the rows of each head. "tiled": the last rows are those of value heads, the first one of
+        each key head, then the second ones. "tiled columns": so are all columns.
+    split: the stored order as sizes: [heads, pairs, 2], [heads, 2, rows], [value heads of a key head, key heads, rows].
+    holds: "-exp": the file has -exp(number). "ids": it has number + row.
     """
 
     key: str
@@ -53,9 +60,9 @@ class Place(NamedTuple):
     size: int
     part: int = 0
     more: float = 0.0
-    order: Literal["", "pairs", "first", "second"] = ""
-    heads: int = 0
-    log: bool = False
+    order: Literal["", "pairs", "first", "second", "tiled", "tiled columns"] = ""
+    split: Sequence[int] = ()
+    holds: Literal["", "-exp", "ids"] = ""
 
 
 def read_index(directory: Path) -> tuple[list[Path], dict[str, Place]]:
@@ -73,10 +80,12 @@ def say_types(directory: Path, *, native: bool) -> None:
     if not (directory / INDEX).is_file():
         return
     (file, *_), found = read_index(directory)
-    types = {place.type for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name}
-    in_blocks = types & ({*FORMATS} if native else {INT4})
-    in_floats = types & ({MXFP4} if native else set())
-    others = sorted(types - in_blocks - in_floats - {*_FLOATS})
+    matrices = [place for name, place in found.items() if len(place.shape) > 1 and "embed_tokens" not in name]
+    types, whole = {place.type for place in matrices}, {place.type for place in matrices if has_blocks(place)}
+    in_blocks = whole & ({*FORMATS} if native else {INT4})
+    in_floats = whole & ({MXFP4} if native else set())
+    halved = {place.type for place in matrices if place.order == "tiled columns" and not has_blocks(place)}
+    others = sorted((types - in_blocks - in_floats | halved) - {*_FLOATS})
     for kinds, inputs in ((in_blocks, ", on inputs rounded to 8 bits" if native else ""), (in_floats, "")):
         if kinds:
             logger.info("%s: weights in %s are computed as they are%s", file, ", ".join(sorted(kinds)), inputs)
@@ -90,31 +99,37 @@ def say_types(directory: Path, *, native: bool) -> None:
 
 def has_blocks(place: Place) -> bool:
     """Whether it is a matrix in blocks that native kernels multiply."""
-    return place.type in (*FORMATS, MXFP4) and len(place.shape) == 2  # noqa: PLR2004
+    whole_inputs = place.order != "tiled columns" or (place.type != MXFP4 and place.split[-1] % CHUNK == 0)
+    return place.type in (*FORMATS, MXFP4) and len(place.shape) == 2 and whole_inputs  # noqa: PLR2004
 
 
 def read(file: Path, place: Place) -> Tensor:
-    """The tensor; of a type that is multiplied out in float32."""
+    """The tensor, on the host; of a type that is multiplied out in float32."""
     if has_blocks(place):
         return read_blocks(file, place).dense()
     raw, shape = _bytes(file, place), [_stored_rows(place), *place.shape[1:]]
-    if place.type in _FLOATS:
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[place.type]
-        tensor = torch.from_numpy(raw).view(dtype).view(shape)
+    if place.type in _DTYPES:
+        tensor = torch.from_numpy(raw).view(_DTYPES[place.type]).view(shape)
     else:
         from gguf import GGMLQuantizationType, dequantize  # not needed by other checkpoints
 
         kind = GGMLQuantizationType[place.type]
         tensor = torch.from_numpy(dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape))
     tensor = tensor - place.more if place.more else tensor
-    tensor = (-tensor).log() if place.log else tensor
-    return tensor if not place.order else tensor[_rows(place)]
+    if place.holds == "ids":
+        return tensor.long() - torch.arange(len(tensor), device=tensor.device)
+    tensor = (-tensor).log() if place.holds == "-exp" else tensor
+    if not place.order:
+        return tensor
+    return tensor[:, _stored(place)] if place.order == "tiled columns" else tensor[_stored(place)]
 
 
 def read_blocks(file: Path, place: Place) -> BlockWeight | QuantizedWeight:
     """A matrix that `has_blocks`, as it is."""
     raw = torch.from_numpy(_bytes(file, place)).view(_stored_rows(place), -1)
-    rows = raw if not place.order else raw[_rows(place)]
+    if place.order == "tiled columns":
+        return BlockWeight((BlockRows(place.type, raw),), _stored(place)[::CHUNK].argsort())
+    rows = raw if not place.order else raw[_stored(place)]
     if place.type != MXFP4:
         return BlockWeight((BlockRows(place.type, rows),))
     blocks = rows.unflatten(1, (-1, _MXFP4_BYTES))
@@ -126,10 +141,18 @@ def _stored_rows(place: Place) -> int:
     return place.shape[0] * (2 if place.order in ("first", "second") else 1)
 
 
-def _rows(place: Place) -> Tensor:
-    """For each row of the weight its row in the file."""
-    by_head = torch.arange(_stored_rows(place)).view(place.heads, -1)
+def _stored(place: Place) -> Tensor:
+    """For each row of the weight its row in the file; of "tiled columns" for each column its column."""
+    if place.order == "tiled columns":
+        return _untiled(torch.arange(place.shape[1], device="cpu"), place.split)
+    rows = torch.arange(_stored_rows(place), device="cpu")
     if place.order == "pairs":
-        return by_head.view(place.heads, -1, 2).transpose(1, 2).flatten()
-    half = by_head.shape[1] // 2
-    return by_head[:, :half].flatten() if place.order == "first" else by_head[:, half:].flatten()
+        return rows.view(*place.split).transpose(1, 2).flatten()
+    if place.order == "tiled":
+        others = len(rows) - math.prod(place.split)
+        return torch.cat([rows[:others], _untiled(rows[others:], place.split)])
+    return rows.view(*place.split)[:, int(place.order == "second")].flatten()
+
+
+def _untiled(numbers: Tensor, split: Sequence[int]) -> Tensor:
+    return numbers.view(*split).transpose(0, 1).flatten()

@@ -45,6 +45,13 @@ def test_without_native_kernels_blocks_are_int4_or_multiplied_out(
     torch.testing.assert_close(unpack_weight(again), weight.dense(), atol=0.01, rtol=0)
 
 
+def test_int4_of_columns_in_another_order_is_the_weight() -> None:
+    weight = BlockWeight((random_rows("Q4_0", 64, 256),), torch.tensor([3, 0, 7, 1, 2, 6, 5, 4]))
+    as_int4 = weight.as_int4()
+    assert as_int4 is not None
+    torch.testing.assert_close(as_int4.dense(), weight.dense(), atol=1e-6, rtol=0)
+
+
 def test_blocks_of_a_weight_need_not_be_contiguous() -> None:
     rows = random_rows("Q8_0", 16, 64)
     every = torch.cat([rows.blocks, rows.blocks], dim=1)[:, : rows.blocks.shape[1]]

@@ -36,6 +36,24 @@ def test_blocks_are_multiplied_as_the_twin_does_and_no_row_changes_another(
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.usefixtures("kernels", "threads")
+def test_columns_in_another_order_are_multiplied_by_their_inputs(name: str) -> None:
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(3))
+    stored = random_rows(name, 48, 512)
+    weight, packed = BlockWeight((stored,), order), NativeWeight(BlockWeight((stored,), order))
+    own = stored.dense().unflatten(1, (16, 32))
+    dense = torch.stack([own[:, int((order == place).nonzero())] for place in range(16)], dim=1).flatten(1)
+    assert torch.equal(weight.dense(), dense) and torch.equal(packed.dense(), dense)
+    assert torch.equal(weight.rows(slice(16, 48)).dense(), dense[16:]) and weight.columns(0, 256) is None
+    for rows in (1, 7, 31):
+        x = inputs_of(rows, 512)
+        y = native_linear(x, packed, None)
+        torch.testing.assert_close(y, block_linear(x, weight), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(y, F.linear(x, dense), atol=0.1, rtol=0)
+        assert torch.equal(native_linear(x, packed.rows_from(16), None), y[:, 16:])
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_blocks_take_about_the_bytes_of_the_file(name: str) -> None:
     weight = random_rows(name, 64, 1024)
     assert weight.blocks.nbytes <= NativeWeight(BlockWeight((weight,))).data.nbytes <= 1.03 * weight.blocks.nbytes
