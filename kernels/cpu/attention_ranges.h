@@ -1,6 +1,7 @@
-// Attention by ranges of columns, which are merged in order. A row at position p sees the whole pieces that end before
-// p + 1 - RECENT, some pieces a range, and the rest. So ranges depend on the row's position alone: a node of a tree has the
-// same ones as its token has in plain decoding, whoever computes them. Trees are less deep than RECENT (DEEPEST_TREE of eagle_server/algorithms.py).
+// Attention by ranges of columns, which are merged in order. A row at position p sees whole pieces that end before
+// p + 1 - RECENT, some pieces a range, and the rest as a range; where it has a window, the columns before its first whole piece
+// are a range, too. So ranges depend on the row's position alone: a node of a tree has the same ones as its token has in plain
+// decoding, whoever computes them. Trees are less deep than RECENT (DEEPEST_TREE of eagle_server/algorithms.py).
 #pragma once
 
 #include <vector>
@@ -10,40 +11,60 @@
 // About so many ranges are computed by threads of their own if there is too little else to do.
 constexpr int RANGE = 16 * PIECE, MOST_LANES = 4 * LANES > 64 ? 4 * LANES : 64;
 
-// Lanes of a request that see the same pieces.
-struct Task {
-    int request, pieces, count;
-    int numbers[MOST_LANES];
+// Pieces [first, end). If `first` is not 0, a window begins in the piece before it.
+struct Pieces {
+    int first, end;
 
-    int ranges() const { return (pieces * PIECE + RANGE - 1) / RANGE + 1; }
+    Pieces(const Batch& batch, const Cache& cache, int request, int row) {
+        const int position = batch.position(request, row), begin = cache.window ? position + 1 - cache.window : 0;
+        const int written = batch.prefix(request) + (batch.is_masked(request) ? 0 : row);
+        end = std::max(0, std::min(position + 1 - RECENT, written) / PIECE);
+        first = begin > 0 ? begin / PIECE + 1 : 0;
+        if (first >= end) first = end = 0;
+    }
+
+    bool operator==(const Pieces& other) const { return first == other.first && end == other.end; }
+    bool operator<(const Pieces& other) const { return first != other.first ? first < other.first : end < other.end; }
+
+    bool are_cut() const { return first > 0; }
+    int ranges() const { return are_cut() + (end * PIECE + RANGE - 1) / RANGE - first * PIECE / RANGE + 1; }
+
+    // The columns of range `number`, [from, to); the last one has all others.
+    struct Columns {
+        int from, to;
+        bool are_whole, are_last;
+    };
+    Columns columns(int number) const {
+        if (number == ranges() - 1) return {end * PIECE, 0, false, true};
+        if (are_cut() && number == 0) return {0, first * PIECE, false, false};
+        const int start = (first * PIECE / RANGE + number - are_cut()) * RANGE;
+        return {std::max(start, first * PIECE), std::min(start + RANGE, end * PIECE), true, false};
+    }
 };
 
-// How many whole pieces a row sees. None if there is a window.
-static int pieces_of(const Batch& batch, const Cache& cache, int request, int row) {
-    if (cache.window) return 0;
-    return std::max(0, std::min(batch.position(request, row) + 1 - RECENT, batch.prefix(request) + (batch.is_masked(request) ? 0 : row)) / PIECE);
-}
+// Lanes of a request that see the same pieces.
+struct Task {
+    int request, count;
+    Pieces pieces;
+    int numbers[MOST_LANES];
+};
 
 // `most`: lanes of a task.
 static void find_tasks(const Batch& batch, const Cache& cache, int most, std::vector<Task>& tasks) {
     const int shared = cache.heads / cache.kv_heads;
+    std::vector<std::pair<Pieces, int>> rows;
     tasks.clear();
     for (int request = 0; request < batch.requests; request++) {
-        const int rows = batch.q_len(request);
-        int least = INT32_MAX, largest = 0;
-        for (int row = 0; row < rows; row++) {
-            const int pieces = pieces_of(batch, cache, request, row);
-            least = std::min(least, pieces), largest = std::max(largest, pieces);
-        }
-        for (int pieces = least; pieces <= largest && rows; pieces++) {
-            Task task{request, pieces, 0, {}};
-            for (int number = 0; number < rows * shared; number++) {
-                if (least < largest && pieces_of(batch, cache, request, number / shared) != pieces) continue;
-                task.numbers[task.count++] = number;
-                if (task.count == most) tasks.push_back(task), task.count = 0;
+        rows.clear();
+        for (int row = 0; row < batch.q_len(request); row++) rows.emplace_back(Pieces(batch, cache, request, row), row);
+        std::sort(rows.begin(), rows.end());
+        const size_t before = tasks.size();
+        for (const auto& [pieces, row] : rows)
+            for (int head = 0; head < shared; head++) {
+                if (tasks.size() == before || !(tasks.back().pieces == pieces) || tasks.back().count == most)
+                    tasks.push_back({request, 0, pieces, {}});
+                tasks.back().numbers[tasks.back().count++] = row * shared + head;
             }
-            if (task.count) tasks.push_back(task);
-        }
     }
 }
 
@@ -74,9 +95,7 @@ struct Attention {
 
     // Floats that a thread needs: what it has so far, a range more, and room to compute it.
     int64_t room() const {
-        int64_t columns = std::max(RANGE, PIECE + RECENT + LANES + batch.mask_columns);
-        if (cache.window) columns = 0;
-        for (int i = 0; cache.window && i < batch.requests; i++) columns = std::max(columns, batch.kv_lens[i]);
+        const int64_t columns = std::max(RANGE, 4 * PIECE + RECENT + LANES + batch.mask_columns);
         int64_t scratch = (columns + MOST_COLUMNS) * LANES;
 #if defined(HAS_ATTENTION_TILES)
         if (attends_by_tiles(cache)) scratch = std::max(scratch, TilePieces<4>::room(dim));
@@ -86,17 +105,16 @@ struct Attention {
 
     int64_t mixed_room() const { return (Mixed::room(MOST_LANES, dim) + 15) / 16 * 16; }
 
-    // Range `number` of a task, the last one with all that no piece has.
+    // Range `number` of a task.
     void compute(const Task& task, int kv_head, int number, const Mixed& to, float* room) const {
-        const bool is_last = number == task.ranges() - 1;
-        const int whole = task.pieces * PIECE, from = is_last ? whole : number * RANGE;
-        const int end = is_last ? (int)batch.kv_lens[task.request] : std::min(whole, from + RANGE);
+        const Pieces::Columns columns = task.pieces.columns(number);
+        const int from = columns.from, end = columns.are_last ? (int)batch.kv_lens[task.request] : columns.to;
 #if defined(HAS_ATTENTION_TILES)
-        if (!is_last && attends_by_tiles(cache)) {
+        if (columns.are_whole && attends_by_tiles(cache)) {
             auto run = [&]<int blocks>() {
                 TilePieces<blocks> pieces(cache, batch.slots(task.request), kv_head, room);
                 pieces.set_queries([&](int lane) { return lane < task.count ? query(task, kv_head, lane) : nullptr; });
-                pieces.add(from, end, whole);
+                pieces.add(from, end, task.pieces.end * PIECE);
                 pieces.finish(to, task.count);
             };
             switch ((task.count + TILE - 1) / TILE) {
@@ -165,7 +183,7 @@ static void attend_all(Team& team, const Attention& a, std::vector<Task>& tasks,
     const int64_t size = a.mixed_room();
     const int count = (int)tasks.size();
     int longest = 1;
-    for (const Task& task : tasks) longest = std::max(longest, task.ranges());
+    for (const Task& task : tasks) longest = std::max(longest, task.pieces.ranges());
     if (longest == 1 || count * kv_heads >= wanted / 2) {
         team.run(count * kv_heads, nanoseconds, [&](int tile, int thread) {
             const Task& task = tasks[tile / kv_heads];
@@ -173,7 +191,7 @@ static void attend_all(Team& team, const Attention& a, std::vector<Task>& tasks,
             float* room = rooms(thread);
             const Mixed whole(room, MOST_LANES, a.dim), more(room + size, MOST_LANES, a.dim);
             a.compute(task, kv_head, 0, whole, room + 2 * size);
-            for (int range = 1; range < task.ranges(); range++) {
+            for (int range = 1; range < task.pieces.ranges(); range++) {
                 a.compute(task, kv_head, range, more, room + 2 * size);
                 merge(whole, more, task.count);
             }
@@ -186,11 +204,11 @@ static void attend_all(Team& team, const Attention& a, std::vector<Task>& tasks,
     team.run(count * kv_heads * longest, nanoseconds, [&](int number, int thread) {
         const int tile = number / longest, range = number % longest;
         const Task& task = tasks[tile / kv_heads];
-        if (range < task.ranges()) a.compute(task, tile % kv_heads, range, part(tile, range), rooms(thread) + 2 * size);
+        if (range < task.pieces.ranges()) a.compute(task, tile % kv_heads, range, part(tile, range), rooms(thread) + 2 * size);
     });
     team.run(count * kv_heads, 0.1 * longest * count * kv_heads * most * a.dim, [&](int tile, int) {
         const Task& task = tasks[tile / kv_heads];
-        for (int range = 1; range < task.ranges(); range++) merge(part(tile, 0), part(tile, range), task.count);
+        for (int range = 1; range < task.pieces.ranges(); range++) merge(part(tile, 0), part(tile, range), task.count);
         a.finish(task, tile % kv_heads, part(tile, 0));
     });
 }

@@ -19,6 +19,7 @@ SPECS = {
     "softcap": LayerSpec(0, 0.3, softcap=2.0),
     "sinks": LayerSpec(0, 0.1, sinks=torch.linspace(-1, 4, 16)),
     "window": LayerSpec(0, 0.1, sliding_window=700),
+    "short window": LayerSpec(0, 0.1, sliding_window=130),
 }
 
 
@@ -90,7 +91,7 @@ def tree_of(parents: tuple[int, ...]) -> TreeMask:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parents", [PARENTS, DEEP])
-@pytest.mark.parametrize("spec", ["plain", "sinks", "window"])
+@pytest.mark.parametrize("spec", ["plain", "sinks", "window", "short window"])
 @pytest.mark.parametrize("size", ["few heads", "groups", "odd"])
 @pytest.mark.usefixtures("kernels", "threads")
 def test_a_node_has_the_bits_of_its_token_in_plain_decoding(
@@ -100,7 +101,7 @@ def test_a_node_has_the_bits_of_its_token_in_plain_decoding(
     if layer.sinks is not None:
         layer = LayerSpec(0, layer.scale, sinks=layer.sinks[:heads])
     pool, table = pool_of(size, dtype), slots_of(1, 16)
-    for prefix in (5, 60, 100, 126, 127, 128, 190, 250, 1080, 1086, 1087, 1152, 2110):
+    for prefix in (5, 60, 100, 126, 127, 128, 190, 250, 765, 833, 1080, 1086, 1087, 1152, 2110):
         q = random(nodes, heads, dim, seed=prefix)
         found = attended(pool, batch_of([nodes], [prefix + nodes], table, mask), q, layer)
         for node in range(0, nodes, 1 + nodes // 12):
@@ -111,13 +112,14 @@ def test_a_node_has_the_bits_of_its_token_in_plain_decoding(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", ["plain", "window", "short window"])
 @pytest.mark.usefixtures("kernels", "threads")
-def test_a_prompts_rows_have_the_same_bits_in_chunks_of_any_size(dtype: torch.dtype) -> None:
+def test_a_prompts_rows_have_the_same_bits_in_chunks_of_any_size(spec: str, dtype: torch.dtype) -> None:
     heads, _, dim = SIZES["groups"]
-    pool, table, length = pool_of("groups", dtype), slots_of(2, 64), 700
+    pool, table, length = pool_of("groups", dtype), slots_of(2, 64), 1000
     q = random(length, heads, dim)
-    whole = attended(pool, batch_of([length], [length], table[:1], Causal()), q, SPECS["plain"])
-    for start, end in ((0, 130), (64, 128), (63, 65), (126, 129), (400, 641), (699, 700)):
+    whole = attended(pool, batch_of([length], [length], table[:1], Causal()), q, SPECS[spec])
+    for start, end in ((0, 130), (64, 128), (63, 65), (126, 129), (400, 641), (699, 700), (829, 1000)):
         batch = batch_of([1, end - start], [LONGEST, end], table.flip(0), Causal())
-        beside = attended(pool, batch, torch.cat([q[:1], q[start:end]]), SPECS["plain"])
+        beside = attended(pool, batch, torch.cat([q[:1], q[start:end]]), SPECS[spec])
         assert torch.equal(beside[1:], whole[start:end])
