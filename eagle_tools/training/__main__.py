@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle_server.config.commands import CommandParser, flags_of
 from eagle_tools import DEMO, require_extra
 from eagle_tools.training.recipes import (
     DEMO_HEAD,
@@ -21,6 +22,8 @@ from eagle_tools.training.recipes import (
     RedrafterRecipe,
 )
 
+CAPTURE = "capture"
+_CAPTURES = "write what the engine that serves computes for token rows, to train on"
 _ABOUT = """\
 Train draft heads, and the demo pair that this package contains.
 
@@ -53,11 +56,8 @@ directory."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one stage; returns 0, or 2 after one line on stderr that says what is wrong."""
-    parser = _parser()
-    parsed, flags = parser.parse_known_args(arguments)
-    if flags and parsed.stage != "capture":
-        parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    parsed.flags = flags
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = _with_server_flags(words[1:]) if words[:1] == [CAPTURE] else _parser().parse_args(words)
     require_extra("train")
     from eagle_tools.training.stages import STAGES  # imports torch, which --help does not need
 
@@ -67,6 +67,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _with_server_flags(words: Sequence[str]) -> argparse.Namespace:
+    """The options of CAPTURE. `flags` are the server's, unparsed.
+
+    Raises:
+        SystemExit: as `CommandParser.split`.
+    """
+    parser = CommandParser(f"eagle-server train {CAPTURE}", _CAPTURES)
+    _add_capture_arguments(parser)
+    refused = {"--model-path": "--target names the model"}
+    refused |= dict.fromkeys(flags_of("server"), "nothing is served here")
+    refused |= dict.fromkeys(flags_of("speculative"), "nothing is drafted here")
+    parsed, parsed.flags = parser.split(words, refused)
+    parsed.stage = CAPTURE
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
     _add_regenerate_arguments(stage("regenerate", "let a served model answer conversations anew, as token rows"))
     _add_evaluate_arguments(stage("evaluate", "measure a served head on conversations: acceptance and tokens/s"))
-    _add_capture_arguments(stage("capture", "write what the engine that serves computes for token rows, to train on"))
+    _add_capture_arguments(stage(CAPTURE, _CAPTURES))  # for the help; `_with_server_flags` reads them
     _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
     convert = stage("convert", "write an EAGLE-3 head in the format of SGLang, or of speculators for vLLM")
     convert.add_argument("--head", required=True, help="directory or Hub id of the head")
@@ -157,7 +173,6 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_capture_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options] [options of eagle-server]"
     parser.add_argument("--target", required=True, help="directory, GGUF file or Hub id of any target that is served")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="files of token rows")
     parser.add_argument("--out", type=Path, required=True, help="the features; run again to go on after a kill")

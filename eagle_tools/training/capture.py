@@ -6,12 +6,20 @@ Nothing is cached, so every position is computed.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,10 +27,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_server.config import Config, from_options
-from eagle_server.engine.assembly.from_config import build_engine, with_directory
+from eagle_server.engine.assembly.from_config import build_engine, build_rank, with_directory
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.logs import LogStyle
+from eagle_server.engine.process import CONFIGURATION_STATUS, Rank, follower_main
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
-from eagle_server.models.targets.interface import TargetOutput
+from eagle_server.models.checkpoints.whole_vocabulary import WholeVocabulary
+from eagle_server.models.targets.interface import DraftedTarget, Target, TargetOutput
 from eagle_server.plan import Chunk
 from eagle_server.request import Request, SamplingParams
 from eagle_tools.training.captured_target import check_logits, weights_of
@@ -56,6 +67,7 @@ def capture(asked: Capture, config: Config) -> str:
         ValueError: a row or a configuration that cannot be served, another capture in `out`, or too little disk.
         OSError: a file that cannot be read or written.
     """
+    config = with_directory(config)
     with running_engine(config) as engine:
         verifier = engine.worker.verifier
         target, ready = verifier.target, engine.ready()
@@ -66,7 +78,7 @@ def capture(asked: Capture, config: Config) -> str:
         verifier.aux_boundaries = boundaries
         token_bytes = (len(boundaries) + 1) * target.config.hidden_size * target.config.dtype.itemsize
         files = files_of_rows([len(row.ids) for row in rows], token_bytes)
-        weights = weights_of(target)
+        weights = weights_of(target, _vocabulary(config, target))
         facts = CaptureFacts(
             architecture=target.config.architecture,
             hidden_size=target.config.hidden_size,
@@ -167,8 +179,50 @@ class FeatureRecorder:
 
 @contextmanager
 def running_engine(config: Config) -> Iterator[Engine]:
-    """The engine of a configuration."""
-    yield build_engine(with_directory(config))
+    """The engine of a configuration. With --tp-size its other ranks have processes of their own until the end."""
+    size = config.device.tp_size
+    if size == 1:
+        yield build_engine(config)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with TemporaryDirectory(prefix="eagle_server-") as directory:
+        first, *others = (Rank(number, size, f"{directory}/rendezvous") for number in range(size))
+        reports, report = spawn.Pipe(duplex=False)
+        logs = LogStyle(config.server.log_level, config.observability.log_format)
+        started = [
+            spawn.Process(target=follower_main, args=(partial(build_rank, config, rank), Path(directory), report, logs))
+            for rank in others
+        ]
+        is_over = threading.Event()
+        for process in started:
+            process.start()
+        threading.Thread(target=_end_with, args=(started, reports, is_over), daemon=True).start()
+        try:
+            engine = build_rank(config, first)
+            assert isinstance(engine, Engine)
+            yield engine
+        finally:
+            is_over.set()
+            for process in started:
+                process.kill()
+
+
+def _end_with(ranks: Sequence[BaseProcess], reports: Connection, is_over: threading.Event) -> None:
+    """End this process if another rank ends too early: what waits for that rank would wait for ever."""
+    wait([process.sentinel for process in ranks])
+    if not is_over.is_set():
+        failed = next(process for process in ranks if process.exitcode is not None)
+        reason = reports.recv() if reports.poll() else f"it ended with status {failed.exitcode}"
+        print(f"another rank of the engine ended: {reason}", file=sys.stderr, flush=True)
+        os._exit(CONFIGURATION_STATUS)
+
+
+def _vocabulary(config: Config, target: Target) -> DraftedTarget:
+    """The whole embedding and lm_head of a target, of which this rank may have a part."""
+    if target.config.split is None:
+        return target
+    directory, rounding = resolve_checkpoint(config.target_path), config.model.quantization
+    return WholeVocabulary(target.config, directory, target.embed.device, rounding)
 
 
 def _of(rows: Sequence[CutRow], numbers: range) -> Sequence[CutRow]:

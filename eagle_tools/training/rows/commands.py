@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle_server.config import parse_args
-from eagle_server.config.commands import environment_value, flags_of
+from eagle_server.config.commands import environment_value
 from eagle_tools.bench.servers import BenchError, running
 from eagle_tools.training.capture import Capture, capture
 from eagle_tools.training.rows.evaluation import CountedClient, Evaluation, evaluate, table
@@ -109,9 +109,6 @@ def _evaluate(parsed: argparse.Namespace) -> None:
 
 def _capture(parsed: argparse.Namespace) -> None:
     """`parsed.flags`: the server's."""
-    given = {flag.partition("=")[0] for flag in parsed.flags}
-    if refused := given & {"--model-path", *flags_of("server", "speculative")}:
-        raise ValueError(f"{min(refused)}: --target is computed, nothing is drafted and nothing is served; drop it")
     fixed = ["--model-path", parsed.target, "--speculative-algorithm", "NONE", "--disable-radix-cache"]
     boundaries = tuple(parsed.aux_layers) if parsed.aux_layers else None
     asked = Capture(parsed.data, parsed.out, boundaries, parsed.length, parsed.max_gb)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,32 @@ def test_rows_that_are_computed_in_pieces_have_all_their_features(pair: TinyPair
         torch.testing.assert_close(whole.read(number, tokens), pieces.read(number, tokens), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_ranks_compute_the_features_together(pair: TinyPair, data: Path, tmp_path: Path) -> None:
+    whole = capture(pair.target, data, tmp_path / "whole", *AUX)
+    command = [
+        sys.executable,
+        "-m",
+        "eagle_tools.training",
+        "capture",
+        "--target",
+        str(pair.target),
+        "--data",
+        str(data),
+    ]
+    more = ["--out", str(tmp_path / "split"), "--length", str(LENGTH), *AUX, "--tp-size", "2"]
+    subprocess.run([*command, *more], check=True, timeout=300)
+    split = CapturedFeatures(tmp_path / "split")
+    for name, weight in whole.weights().items():
+        torch.testing.assert_close(split.weights()[name], weight)
+    for number, row in enumerate(whole.rows()):
+        tokens = len(row.input_ids)
+        torch.testing.assert_close(split.read(number, tokens), whole.read(number, tokens), rtol=1e-4, atol=1e-4)
+    more[1] = str(tmp_path / "other")  # a refusal ends all ranks
+    ended = subprocess.run([*command, *more, "--max-gb", "0.0001"], timeout=300, capture_output=True, text=True)
+    assert ended.returncode == 2 and "--max-gb 0.0001" in ended.stderr.splitlines()[-1]
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
@@ -181,8 +209,6 @@ def test_a_killed_capture_goes_on_and_ends_with_the_same_files(
     ("more", "message"),
     [
         (["--max-gb", "0.0001"], "--max-gb 0.0001: 0.0001 GB are allowed"),
-        (["--port", "1"], "--port: --target is computed, nothing is drafted and nothing is served; drop it"),
-        (["--speculative-num-steps", "3"], "nothing is drafted"),
         (["--aux-layers", "2", "1"], "--aux-layers 2 1: name increasing boundaries in 0..3"),
         (["--aux-layers", "1", "9"], "in 0..3"),
         ([], "name three increasing boundaries"),
@@ -199,12 +225,23 @@ def test_what_cannot_be_captured_is_refused_in_one_line(
     assert not out.exists()
 
 
-def test_an_unknown_flag_is_refused(pair: TinyPair, data: Path, tmp_path: Path) -> None:
-    command = ["--target", str(pair.target), "--data", str(data), "--out", str(tmp_path / "out"), "--quantisation", "x"]
-    for stage in ("capture", "eagle3"):
-        with pytest.raises(SystemExit) as ended:
-            main([stage, *command])
-        assert ended.value.code == 2
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--quantisation", "int8"], "did you mean --quantization?"),
+        (["--port", "1"], "--port: nothing is served here; drop it"),
+        (["--topk", "3"], "--topk: nothing is drafted here; drop it"),
+        (["--model-path", "x"], "--model-path: --target names the model; drop it"),
+        (["--dtype", "float8"], "--dtype 'float8'"),
+    ],
+)
+def test_flags_that_have_no_effect_are_refused(
+    flags: list[str], message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["capture", "--target", "demo", "--data", str(data), "--out", str(tmp_path / "out"), *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_trainings_on_features_of_another_kind_are_refused(
