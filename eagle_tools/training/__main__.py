@@ -80,7 +80,8 @@ def _with_server_flags(words: Sequence[str]) -> argparse.Namespace:
     refused = {"--model-path": "--target names the model"}
     refused |= dict.fromkeys(flags_of("server"), "nothing is served here")
     refused |= dict.fromkeys(flags_of("speculative"), "nothing is drafted here")
-    parsed, parsed.flags = parser.split(words, refused)
+    parsed, flags = parser.split(words, refused)
+    parsed.flags = flags
     parsed.stage = CAPTURE
     return parsed
 

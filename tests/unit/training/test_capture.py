@@ -236,10 +236,10 @@ def test_what_cannot_be_captured_is_refused_in_one_line(
     ],
 )
 def test_flags_that_have_no_effect_are_refused(
-    flags: list[str], message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, pair: TinyPair, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["capture", "--target", "demo", "--data", str(data), "--out", str(tmp_path / "out"), *flags])
+        main(["capture", "--target", str(pair.target), "--data", str(data), "--out", str(tmp_path / "out"), *flags])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
