@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.ops.native.library import available
 from eagle_server.plan import Chunk
 from eagle_server.request import Request, SamplingParams
+from eagle_tools import DEMO
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.captured_target import CapturedTarget
 from eagle_tools.training.heads import new_eagle3
@@ -36,6 +38,7 @@ from eagle_tools.training.rows.row_set import RowSet, captured_row_set, read_row
 from eagle_tools.training.text_attention import TextAttention
 from eagle_tools.training.tiny import BOUNDARIES, TinyPair, character_tokenizer, tiny_pair
 from eagle_tools.training.ttt import teach, ttt_loss
+from tests.support.gguf_files import write_gguf
 from tests.support.hybrids import hybrid_config, hybrid_target
 from tests.unit.training.test_packing import many_rows
 from tests.unit.training.test_packing import write as write_rows
@@ -310,6 +313,19 @@ def test_a_head_is_trained_for_a_target_with_recurrent_layers(
     row = next(features.rows())
     assert features.read(0, len(row.input_ids)).isfinite().all()
     check_training("eagle3", target, tmp_path)
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_a_gguf_file_is_captured_and_trained_on(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "target" / "tokenizer.json", tmp_path)
+    target = write_gguf(DEMO / "target", tmp_path / "demo.gguf", "Q8_0")
+    data = write_rows(tmp_path / "rows.jsonl", many_rows(60))
+    features = capture(target, data, tmp_path / "features")
+    assert features.facts.boundaries == (2, 8, 13)
+    command = ["eagle3", "--target", str(target), "--features", str(tmp_path / "features"), "--out"]
+    assert main([*command, str(tmp_path / "head"), "--steps", "1", "--texts", "1", "--length", "63"]) == 0
+    assert (tmp_path / "head" / "config.json").is_file()
 
 
 @pytest.mark.slow
