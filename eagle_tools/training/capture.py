@@ -85,6 +85,7 @@ def capture(asked: Capture, config: Config) -> str:
             vocab_size=ready.vocab_size,
             boundaries=boundaries,
             dtype=str(target.config.dtype).removeprefix("torch."),
+            quantization=config.model.quantization,
             eos_token_ids=target.config.eos_token_ids,
             files=len(files),
             target=fingerprint(value.view(torch.uint8).numpy().tobytes() for value in weights.values()),

@@ -37,6 +37,7 @@ class CaptureFacts:
     """What a capture depends on.
 
     boundaries: of the residual streams, b for the stream after b layers. dtype: of the features, as torch names it.
+    quantization: what the engine was asked for.
     files: how many there are when the capture is complete. target, rows: hashes of the weights in WEIGHTS, and of the
     rows.
     """
@@ -46,6 +47,7 @@ class CaptureFacts:
     vocab_size: int
     boundaries: tuple[int, ...]
     dtype: str
+    quantization: str | None
     eos_token_ids: tuple[int, ...]
     files: int
     target: str

@@ -122,9 +122,13 @@ def served_features(target: Path, draft: Path, prompts: Sequence[Sequence[int]],
 @needs_kernels
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_features_of_a_quantized_target_are_those_of_its_server(
-    quantization: str, pair: TinyPair, data: Path, tmp_path: Path
+    quantization: str, pair: TinyPair, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     features = capture(pair.target, data, tmp_path / "features", *AUX, "--quantization", quantization)
+    other = {"int8": "int4", "int4": "int8"}[quantization]
+    command = ["capture", "--target", str(pair.target), "--data", str(data), "--out", str(tmp_path / "features")]
+    assert main([*command, "--length", str(LENGTH), *AUX, "--quantization", other]) == 2  # no mixture
+    assert "with another quantization" in capsys.readouterr().err
     rows = list(features.rows())
     prompts = [row.input_ids for row in rows]
     served = served_features(pair.target, pair.draft, prompts, quantization=quantization)
@@ -205,7 +209,9 @@ def test_a_killed_capture_goes_on_and_ends_with_the_same_files(
     again = contents(out)
     assert {name: again[name] for name in expected} == expected
     assert main([*command, "--aux-layers", "1", "2"]) == 2
-    assert "another capture" not in (error := capsys.readouterr().err) and "with another boundaries" in error
+    assert "with another boundaries" in capsys.readouterr().err
+    assert main([*command, *AUX, "--dtype", "bfloat16"]) == 2
+    assert "dtype" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
