@@ -46,6 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "tools.chat": set(),
     "tools.tree": LOWEST | PEERS | {"text", "worker", "engine"},
     "tools.training": LOWEST | PEERS | {"text", "tools.bench"},  # it renders conversations, and starts servers
+    "tools.training.capture": LOWEST | PEERS | {"engine"},  # an engine computes the features
     "tools.training.tree_search": LOWEST | PEERS | {"text", "engine", "tools.tree"},  # it measures engines
     "tools.bench": LOWEST | PEERS | {"text", "engine"},
     "tools.bench.budget": LOWEST | PEERS | {"worker"},  # it simulates one

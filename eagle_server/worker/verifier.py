@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,6 +73,8 @@ class Verifier:
 
     captured_rows: rows of the largest captured verify forward; 0: none. All captured ones write their logits to one
     buffer, so they are valid until the next verification. So are the features of captured mixed forwards.
+
+    prefill_observers: see the chunks of each forward of `prefill`, and what the target gave for their rows.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Verifier:
         self._logits = torch.empty((logits, config.vocab_size), dtype=target.logits_dtype, device=device)
         width = max(1, len(aux_boundaries)) * config.hidden_size
         self._mixed_features = torch.empty((features, width), dtype=config.dtype, device=device)
+        self.prefill_observers: list[Callable[[tuple[Chunk, ...], TargetOutput], None]] = []
 
     @property
     def settled(self) -> bool:
@@ -143,7 +146,10 @@ class Verifier:
         rows, counts = _wanted_rows(chunks)
         if self.ranks is not None:
             send_prefill(self.ranks, chunks, rows)
-        return Prefilled(*self.run_prefill(batch, rows, *_pieces(chunks)), counts)
+        out, logits = self.run_prefill(batch, rows, *_pieces(chunks))
+        for observe in self.prefill_observers:
+            observe(chunks, out)
+        return Prefilled(self._features(out), logits, counts)
 
     def mixes(self, chunks: Sequence[Chunk]) -> bool:
         """Whether `mixed` may compute these chunks."""
@@ -254,8 +260,8 @@ class Verifier:
 
     def run_prefill(
         self, batch: PromptBatch, rows: list[int], pieces: Sequence[tuple[int, int, int]], saves: Sequence[StateSave]
-    ) -> tuple[Tensor, Tensor]:
-        """The prefill forward of this rank: features of all rows, and logits of `rows`.
+    ) -> tuple[TargetOutput, Tensor]:
+        """The prefill forward of this rank: the target's output for all rows, and logits of `rows`.
 
         pieces, saves: as `PromptRows` has them.
         """
@@ -263,7 +269,7 @@ class Verifier:
         bound = self.attention.plan(batch.attention.layout).bind(replace(batch.attention, recurrent=recurrent))
         out = self.target(batch.tokens, batch.positions, bound, self.aux_boundaries)
         hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
-        return self._features(out), self.target.logits(hidden)
+        return out, self.target.logits(hidden)
 
     def keep(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         """Move the accepted nodes' KV to the front of each window. States move in the next cycle.

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle_server.config.commands import CommandParser, flags_of
 from eagle_tools import DEMO, require_extra
 from eagle_tools.training.recipes import (
     DEMO_HEAD,
@@ -21,6 +22,8 @@ from eagle_tools.training.recipes import (
     RedrafterRecipe,
 )
 
+CAPTURE = "capture"
+_CAPTURES = "write what the engine that serves computes for token rows, to train on"
 _ABOUT = """\
 Train draft heads, and the demo pair that this package contains.
 
@@ -34,6 +37,9 @@ Train draft heads, and the demo pair that this package contains.
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   rows that your served model writes, which is the best data for its head:
     eagle-server train regenerate --data PROMPTS.jsonl --url http://HOST:PORT/v1 --out ROWS.jsonl
+  a head for a target that is quantized, large, or has no class of its own here: its engine computes the rows once
+    eagle-server train capture --target PATH_OR_HUB_ID --data ROWS.jsonl --out FEATURES --quantization int8
+    eagle-server train eagle3 --target PATH_OR_HUB_ID --features FEATURES --out HEAD
   rows of a chat model's conversations to train on, masked to what the model generates:
     eagle-server train prepare --data CHATS.jsonl --model-path PATH_OR_HUB_ID --out ROWS.jsonl
     eagle-server train eagle3 --target PATH_OR_HUB_ID --data ROWS.jsonl --draft-vocab 32000 --out HEAD
@@ -50,7 +56,8 @@ directory."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one stage; returns 0, or 2 after one line on stderr that says what is wrong."""
-    parsed = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = _with_server_flags(words[1:]) if words[:1] == [CAPTURE] else _parser().parse_args(words)
     require_extra("train")
     from eagle_tools.training.stages import STAGES  # imports torch, which --help does not need
 
@@ -60,6 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _with_server_flags(words: Sequence[str]) -> argparse.Namespace:
+    """The options of CAPTURE. `flags` are the server's, unparsed.
+
+    Raises:
+        SystemExit: as `CommandParser.split`.
+    """
+    parser = CommandParser(f"eagle-server train {CAPTURE}", _CAPTURES)
+    _add_capture_arguments(parser)
+    refused = {"--model-path": "--target names the model"}
+    refused |= dict.fromkeys(flags_of("server"), "nothing is served here")
+    refused |= dict.fromkeys(flags_of("speculative"), "nothing is drafted here")
+    parsed, flags = parser.split(words, refused)
+    parsed.flags = flags
+    parsed.stage = CAPTURE
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
     _add_regenerate_arguments(stage("regenerate", "let a served model answer conversations anew, as token rows"))
     _add_evaluate_arguments(stage("evaluate", "measure a served head on conversations: acceptance and tokens/s"))
+    _add_capture_arguments(stage(CAPTURE, _CAPTURES))  # for the help; `_with_server_flags` reads them
     _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
     convert = stage("convert", "write an EAGLE-3 head in the format of SGLang, or of speculators for vLLM")
     convert.add_argument("--head", required=True, help="directory or Hub id of the head")
@@ -148,6 +173,19 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+def _add_capture_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="directory, GGUF file or Hub id of any target that is served")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="files of token rows")
+    parser.add_argument("--out", type=Path, required=True, help="the features; run again to go on after a kill")
+    parser.add_argument(
+        "--aux-layers", type=int, nargs="+", metavar="B", help="streams to write, B = after B layers (EAGLE-3's)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=ROW_LENGTH, help="rows are cut after one more token (%(default)s)"
+    )
+    parser.add_argument("--max-gb", type=float, metavar="GB", help="refuse rows that take more disk (what is free)")
+
+
 def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines: chats, token rows or texts")
     parser.add_argument("--model-path", required=True, help="whose tokenizer, chat template and end-of-sequence ids")
@@ -169,6 +207,9 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         type=Path,
         nargs="+",
         help="token rows, or text files or directories of them, no chats (not given: Python's standard library)",
+    )
+    parser.add_argument(
+        "--features", type=Path, help="what `capture` wrote, in the place of --data: the target is not computed"
     )
     parser.add_argument(
         "--steps", type=int, default=default.steps, help="training steps of about 6144 rows (%(default)s)"

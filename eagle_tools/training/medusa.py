@@ -20,6 +20,7 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools.training.captured_target import output_of
 from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.fingerprint import weights_fingerprint
 from eagle_tools.training.heads import refuse_sizes, trainable
@@ -29,7 +30,6 @@ from eagle_tools.training.recipes import LossName, MedusaRecipe
 from eagle_tools.training.rows.row_set import RowSet
 from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
-from eagle_tools.training.text_attention import TextAttention
 from eagle_tools.training.ttt import accuracies, by_start, chain_length
 
 HEAD_DECAY = 0.8
@@ -70,7 +70,7 @@ def medusa_lesson(target: TargetModel, window: Tensor, packing: Packing | None =
     places = torch.arange(length, device=window.device).repeat(batch)
     if packing is not None:
         places = packing.positions()[:, :-1].reshape(-1)
-    hidden = target(seen.reshape(-1), places, TextAttention(batch, packing)).hidden
+    hidden = output_of(target, seen, places, packing).hidden
     probs = target.logits(hidden).float().softmax(-1)
     return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window, packing)
 

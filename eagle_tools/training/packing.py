@@ -22,10 +22,12 @@ class Packing:
 
     documents: Tensor  # int64 [batch, length + 1], equal for the tokens of a document; padding is one, too
     supervised: Tensor  # bool [batch, length + 1], trained on
+    features: Tensor | None = None  # [batch, length + 1, n + 1, H], captured; 0 in padding. None: they are computed
 
     def to(self, device: torch.device) -> Packing:
         """The same on a device."""
-        return Packing(self.documents.to(device), self.supervised.to(device))
+        features = None if self.features is None else self.features.to(device)
+        return Packing(self.documents.to(device), self.supervised.to(device), features)
 
     def positions(self) -> Tensor:
         """The place of each token in its document, int64 [batch, length + 1]."""

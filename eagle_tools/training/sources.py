@@ -102,8 +102,11 @@ def begin(
         ValueError: too little text, or a training from other inputs is in `directory`.
     """
     if isinstance(data, RowSet):
-        if target.config.recurrent is not None:
-            raise ValueError("heads cannot be trained on token rows for recurrent targets yet")
+        if target.config.recurrent is not None and data.features is None:
+            raise ValueError(
+                "the trainer cannot compute recurrent layers; `eagle-server train capture` writes what your engine "
+                "computes, and --features takes it in the place of --data"
+            )
     elif any(target.config.windows):
         raise ValueError("heads for sliding-window targets are trained on token rows; text files cannot be taken yet")
     elif len(data.held_out) < recipe.length + 2:

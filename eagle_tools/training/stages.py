@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from eagle_server.models.checkpoints.load_target import load_family_target
+from eagle_server.models.checkpoints.load_target import load_family_target, read_model_config
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.block import train_block
+from eagle_tools.training.capture import target_directory
+from eagle_tools.training.captured_target import CapturedTarget
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
 from eagle_tools.training.eagle3 import evaluate_head, train_head
 from eagle_tools.training.export import (
@@ -49,7 +51,8 @@ from eagle_tools.training.recipes import (
 )
 from eagle_tools.training.redrafter import train_redrafter
 from eagle_tools.training.rows.commands import ROW_STAGES
-from eagle_tools.training.rows.row_set import RowSet, read_row_set
+from eagle_tools.training.rows.feature_files import CapturedFeatures
+from eagle_tools.training.rows.row_set import RowSet, captured_row_set, read_row_set
 from eagle_tools.training.rows.token_rows import is_row_file
 from eagle_tools.training.sources import own_texts
 from eagle_tools.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
@@ -68,7 +71,7 @@ def _head(parsed: argparse.Namespace) -> None:
     recipe = Recipe(
         kind=parsed.kind,
         passes=parsed.passes,
-        boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
+        boundaries=_boundaries(parsed),
         draft_vocab=parsed.draft_vocab,
         intermediate_size=parsed.ffn,
         temperatures=tuple(parsed.temperatures),
@@ -106,7 +109,7 @@ def _block(parsed: argparse.Namespace) -> None:
         edges=parsed.edges,
         rank=parsed.rank,
         confidence=not parsed.no_confidence,
-        boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
+        boundaries=_boundaries(parsed),
         intermediate_size=parsed.ffn,
         mask_token_id=parsed.mask_token_id,
         weighting=parsed.weights,
@@ -128,12 +131,32 @@ def _common(parsed: argparse.Namespace) -> dict[str, Any]:
     return {**settings, "length": parsed.length or Recipe.length}
 
 
-def _has_rows(parsed: argparse.Namespace) -> bool:
-    """Whether --data names files of token rows.
+def _boundaries(parsed: argparse.Namespace) -> tuple[int, ...] | None:
+    """The boundaries of --aux-layers. Without it a new head reads those that were captured. None: the defaults.
 
     Raises:
-        ValueError: only some of them are.
+        ValueError: one of them was not captured.
     """
+    asked = tuple(parsed.aux_layers) if parsed.aux_layers else None
+    if parsed.features is None or parsed.init is not None:
+        return asked
+    captured = CapturedFeatures(parsed.features).facts.boundaries
+    if missing := sorted(set(asked or ()) - set(captured)):
+        found = " ".join(map(str, captured))
+        raise ValueError(f"--aux-layers {missing[0]}: {parsed.features} has {found}; capture again with --aux-layers")
+    return asked or captured
+
+
+def _has_rows(parsed: argparse.Namespace) -> bool:
+    """Whether --data names files of token rows, or there are --features of rows.
+
+    Raises:
+        ValueError: only some files are, or both are given.
+    """
+    if parsed.features is not None:
+        if parsed.data:
+            raise ValueError("--data and --features: the features have their rows; drop --data")
+        return True
     rows = [is_row_file(file) for file in parsed.data or ()]
     if any(rows) and not all(rows):
         raise ValueError("--data: some are files of token rows, and some are not; give one kind")
@@ -142,6 +165,8 @@ def _has_rows(parsed: argparse.Namespace) -> bool:
 
 def _target_and_data(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus | RowSet]:
     has_rows = _has_rows(parsed)
+    if parsed.features is not None:
+        return _captured(parsed)
     texts = text_files(parsed.data, parsed.out) if parsed.data and not has_rows else None
     directory = resolve_checkpoint(parsed.target)
     target = load_family_target(directory, Loading(pack=False), dtype="float32", device=_device(parsed.device))
@@ -157,6 +182,24 @@ def _target_and_data(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus | 
     if texts is not None:
         return target, own_files(tokenizer, texts, end, cache)
     return target, standard_library(tokenizer, end, cache)
+
+
+def _captured(parsed: argparse.Namespace) -> tuple[CapturedTarget, RowSet]:
+    """The target without its layers, and the rows with their features.
+
+    Raises:
+        ValueError: the features are those of another target, or the capture is not complete.
+    """
+    features, length = CapturedFeatures(parsed.features), parsed.length or ROW_LENGTH
+    directory = target_directory(parsed.target)
+    facts = features.facts
+    config = dataclasses.replace(read_model_config(directory), eos_token_ids=facts.eos_token_ids)
+    found = (facts.architecture, facts.hidden_size, facts.vocab_size)
+    if found != (config.architecture, config.hidden_size, config.vocab_size):
+        raise ValueError(f"{parsed.features}: captured from another target, {found[0]}; --target is it")
+    target = CapturedTarget(config, features.weights(), facts.boundaries, _device(parsed.device))
+    special = {*load_tokenizer(str(directory)).special, *config.eos_token_ids}
+    return target, captured_row_set(features, special, length)
 
 
 def _device(name: str) -> str:

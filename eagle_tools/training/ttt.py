@@ -19,6 +19,7 @@ from torch import Tensor
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools.training.captured_target import output_of
 from eagle_tools.training.losses import combined_loss, coupled_acceptance, overlap, row_losses
 from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LossName
@@ -108,7 +109,7 @@ def teach(
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
     if packing is not None:
         places = packing.positions()[:, :-1]
-    output = target(seen.reshape(-1), places.reshape(-1), TextAttention(batch, packing), aux_boundaries)
+    output = output_of(target, seen, places, packing, aux_boundaries)
     features = (output.hidden if output.aux is None else output.aux).unflatten(0, (batch, -1))
     hidden = output.hidden.unflatten(0, (batch, -1))
     return Lesson(

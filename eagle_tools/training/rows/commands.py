@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from eagle_server.config import parse_args
 from eagle_server.config.commands import environment_value
 from eagle_tools.bench.servers import BenchError, running
+from eagle_tools.training.capture import Capture, capture
 from eagle_tools.training.rows.evaluation import CountedClient, Evaluation, evaluate, table
 from eagle_tools.training.rows.masking import ChatModel
 from eagle_tools.training.rows.prepare import Preparation, prepare
@@ -105,6 +107,14 @@ def _evaluate(parsed: argparse.Namespace) -> None:
         print(table(found))
 
 
+def _capture(parsed: argparse.Namespace) -> None:
+    """`parsed.flags`: the server's."""
+    fixed = ["--model-path", parsed.target, "--speculative-algorithm", "NONE", "--disable-radix-cache"]
+    boundaries = tuple(parsed.aux_layers) if parsed.aux_layers else None
+    asked = Capture(parsed.data, parsed.out, boundaries, parsed.length, parsed.max_gb)
+    print(capture(asked, parse_args([*parsed.flags, *fixed])))
+
+
 def json_object(option: str, text: str | None) -> dict[str, Any]:
     """The object that an option has as JSON; nothing where it is not given.
 
@@ -126,4 +136,5 @@ ROW_STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "prepare": _prepare,
     "regenerate": _regenerate,
     "evaluate": _evaluate,
+    "capture": _capture,
 }

@@ -27,7 +27,7 @@ from eagle_tools.training.packed_blocks import block_loss, block_scores, drawn_a
 from eagle_tools.training.packing import Packing, chain_rates
 from eagle_tools.training.recipes import LOSS_NAMES, BlockRecipe, Recipe
 from eagle_tools.training.redrafter import new_redrafter, rollout_loss
-from eagle_tools.training.rows.row_set import Row, RowSet, packed, read_row_set
+from eagle_tools.training.rows.row_set import CutRow, RowSet, packed, read_row_set
 from eagle_tools.training.rows.token_rows import TokenRow
 from eagle_tools.training.sources import begin
 from eagle_tools.training.tiny import tiny_pair
@@ -38,12 +38,12 @@ STEPS, LENGTH = 3, 29
 IDS = torch.arange(0, VOCAB, 2)  # a draft vocabulary
 
 
-def rows() -> list[Row]:
+def rows() -> list[CutRow]:
     """Answers of 1 to 9 tokens after prompts."""
     draw = np.random.default_rng(5)
     made = []
     for prompt, answer in ((4, 9), (2, 3), (7, 4), (1, 6), (3, 1)):
-        made.append((draw.integers(0, VOCAB, prompt + answer), np.arange(prompt + answer) >= prompt))
+        made.append(CutRow(draw.integers(0, VOCAB, prompt + answer), np.arange(prompt + answer) >= prompt))
     return made
 
 
@@ -84,8 +84,8 @@ def test_the_loss_of_a_row_is_over_the_rows_that_count() -> None:
     torch.manual_seed(0)
     target = random_target()
     new = new_eagle3(target, (1, 2, 3), IDS, 48)
-    ids, mask = rows()[0]  # 4 of the prompt, 9 of the answer
-    window, packing = packed([[(ids, mask)]], len(ids) - 1)
+    ids, mask, *_ = rows()[0]  # 4 of the prompt, 9 of the answer
+    window, packing = packed([[CutRow(ids, mask)]], len(ids) - 1)
     plain = teach(target, window, IDS, new.head.aux_boundaries)
     logits = list(rollout(new.head, plain, STEPS))
     probs = plain.probs[None]
@@ -164,8 +164,8 @@ def row_set(tmp_path: Path, made: Sequence[TokenRow], length: int = 31) -> RowSe
 def test_every_row_is_seen_once_before_any_is_seen_again(tmp_path: Path) -> None:
     made = many_rows(300)
     rows = row_set(tmp_path, made)
-    in_train = {tuple(ids.tolist()) for window in rows.train for ids, _ in window}
-    in_held_out = {tuple(ids.tolist()) for window in rows.held_out for ids, _ in window}
+    in_train = {tuple(ids.tolist()) for window in rows.train for ids, *_ in window}
+    in_held_out = {tuple(ids.tolist()) for window in rows.held_out for ids, *_ in window}
     assert len(in_train) + len(in_held_out) == 300 and in_held_out
     for row in made:  # a conversation is in one part
         both = {other.input_ids in in_held_out for other in made if other.id == row.id}

@@ -17,7 +17,7 @@ from eagle_tools.training import text_attention, ttt
 from eagle_tools.training.losses import draft_loss
 from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LOSS_NAMES, LossName
-from eagle_tools.training.rows.row_set import packed
+from eagle_tools.training.rows.row_set import CutRow, packed
 from eagle_tools.training.text_attention import TextAttention
 from eagle_tools.training.ttt import RolloutAttention, rollout, teach, ttt_loss
 from tests.unit.training.test_training import VOCAB, random_head, random_target
@@ -141,7 +141,7 @@ def test_no_tensor_grows_with_rows_times_vocabulary_or_rows_times_rows(monkeypat
     new = random_head(target, "eagle3")
     new.head.rope = target.rope
     row = (np.arange(600) % VOCAB, np.ones(600, dtype=bool))
-    window, packing = packed([[row]], 599)
+    window, packing = packed([[CutRow(*row)]], 599)
     with Largest() as largest:
         lesson = teach(target, window, new.draft_ids(), new.head.aux_boundaries, packing=packing)
         ttt_loss(new.head, lesson, 3)[0].backward()
@@ -157,7 +157,7 @@ def test_packed_rows_of_a_windowed_target_are_taught_as_rows_apart() -> None:
     for module in specs:
         module.spec = replace(module.spec, sliding_window=4)  # type: ignore[assignment,arg-type,type-var]
     rows = [(np.random.default_rng(i).integers(0, VOCAB, 12), np.ones(12, dtype=bool)) for i in range(2)]
-    window, packing = packed([rows], 23)
+    window, packing = packed([[CutRow(*row) for row in rows]], 23)
     ids = torch.arange(VOCAB)
     found = teach(target, window, ids, packing=packing).features
     for place, (tokens, _) in enumerate(rows):
