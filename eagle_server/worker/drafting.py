@@ -209,6 +209,7 @@ class TreeDrafting:
         if cycle.estimated is not None:
             logp = cycle.host.array("estimates")[: len(cycle.budget.drafting)]
             cycle.expected = float(np.exp(logp[logp >= cycle.budget.least_logp]).sum())
+            self._count_accepted(cycle)
         if cycle.draft_batch is not None and self._is_unjudged:
             self._count_first_drafts(cycle, decodes)
         if self.budget.is_adaptive or (cycle.budget.is_lesson and cycle.estimated is not None):
@@ -232,6 +233,16 @@ class TreeDrafting:
             decode, output = cycle.plan.decodes[number], decodes[number]
             if first.is_open and output.drafted and decode.sampling.params.temperature == 0:
                 first.count(accepted=len(output.tokens) > 1)
+
+    def _count_accepted(self, cycle: Cycle) -> None:
+        """What was accepted of a cycle's trees corrects the next guesses. Lessons are learned from with the budget."""
+        drafted, drafting = cycle.estimated, cycle.budget.drafting
+        assert drafted is not None and self.estimates is not None and cycle.draft_batch is not None
+        if cycle.budget.is_lesson or not self.estimates.counts_all:
+            return
+        bins = cycle.draft_batch.ranking.temperature_bin
+        assert bins is not None
+        self.estimates.count(drafted, cycle.tree, cycle.accepted.path, bins, drafting)
 
     def _outcome(self, cycle: Cycle, decodes: Sequence[SequenceOutput], seconds: float) -> Outcome:
         """The cycle for the budget. `seconds`: since the last one ended."""

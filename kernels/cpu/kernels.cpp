@@ -152,6 +152,24 @@ int eagle_walk_trees(const Tree* trees, int bs, int64_t* path, int64_t* accept_l
     return 0;
 }
 
+// `trees`: the first of those that were verified, without masks and draws. numbers: of those that were drafted; null: all.
+// temperatures [drafted], guesses [drafted, width], path [.., steps + 1] and proposed [.., nodes - 1] by number; null: see `Counts`.
+// Returns 1 if a depth is above `steps`, or a parent or place is none.
+int eagle_count_accepted(
+    const Counts* counts, const Tree* trees, int drafted, const int64_t* numbers, const int64_t* temperatures, const int64_t* path,
+    const float* guesses, int width, const int64_t* proposed) {
+    const int64_t nodes = trees->nodes, steps = trees->steps;
+    for (int64_t i = 0; i < drafted; i++) {
+        const int64_t number = numbers ? numbers[i] : i, *places = proposed ? proposed + number * (nodes - 1) : nullptr;
+        const Tree tree{trees->tokens + number * nodes, trees->parents + number * nodes, trees->depths + number * nodes, nullptr, nullptr, nullptr, trees->nodes, trees->steps};
+        if (!is_tree(tree) || (!places && width < nodes - 1)) return 1;
+        for (int node = 1; node < nodes && places; node++)
+            if (places[node - 1] < 0 || places[node - 1] >= width) return 1;
+        counts->add(tree, temperatures[i], path + number * (steps + 1), guesses + i * width, places);
+    }
+    return 0;
+}
+
 int eagle_draft_prefill(Session* s, const Head* head, const Batch* batch, const int64_t* tokens, const float* features) {
     std::lock_guard lock(s->mutex);
     return draft_prefill(*s, *head, *batch, tokens, features);

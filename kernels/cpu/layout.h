@@ -99,6 +99,10 @@ std::string layout() {
         text += described<T>("Candidates", {FIELD(T, tokens), FIELD(T, selected_index), FIELD(T, parent_list), FIELD(T, scores), FIELD(T, guesses), FIELD(T, count), FIELD(T, least)});
     }
     {
+        using T = Counts;
+        text += described<T>("Counts", {FIELD(T, accepted), FIELD(T, expected), FIELD(T, ratios), FIELD(T, edges), FIELD(T, depths), FIELD(T, edge_count), FIELD(T, memory), FIELD(T, prior)});
+    }
+    {
         using T = Recurrent;
         text += described<T>("Recurrent", {FIELD(T, conv), FIELD(T, a_log), FIELD(T, dt_bias), FIELD(T, conv_bias), FIELD(T, skip), FIELD(T, states), FIELD(T, rings), FIELD(T, inputs), FIELD(T, keys), FIELD(T, updates), FIELD(T, decays), FIELD(T, is_bf16), FIELD(T, key_heads), FIELD(T, value_heads), FIELD(T, key_dim), FIELD(T, value_dim), FIELD(T, kernel), FIELD(T, nodes), FIELD(T, rule), FIELD(T, least_step), FIELD(T, largest_step)});
     }

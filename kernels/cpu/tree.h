@@ -1,7 +1,9 @@
-// Trees: their links, and the walk along what the target drew. The references are eagle_server/ops/tree/build.py and accept.py.
+// Trees: their links, the walk along what the target drew, and counts of what was accepted. The references are
+// eagle_server/ops/tree/build.py and accept.py, and eagle_server/worker/budget/estimates.py.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -70,5 +72,40 @@ bool walk_tree(const Tree& t, int64_t* path, int64_t* accept_length, int64_t* to
     }
     return finite;
 }
+
+// Accepted and expected nodes, and the logarithms of their ratios: [temperatures, depths, 2, edges + 1] each.
+struct Counts {
+    double *accepted, *expected;
+    float* ratios;
+    const float* edges;  // of guesses, as logarithms, ascending
+    int32_t depths, edge_count;
+    double memory, prior;
+
+    // A node whose parent was accepted. `later`: it is not its parent's first child.
+    void add(int64_t temperature, int64_t depth, bool later, float guess, bool is_accepted) const {
+        const int64_t bin = std::upper_bound(edges, edges + edge_count, guess) - edges, step = 2 * (edge_count + 1);
+        const int64_t first = temperature * depths * step + later * (edge_count + 1) + bin;  // of the first depth
+        const int64_t own = first + (std::min<int64_t>(depth, depths) - 1) * step;
+        accepted[own] += is_accepted, expected[own] += std::exp((double)guess);
+        if (expected[own] > memory) accepted[own] /= 2, expected[own] /= 2;
+        double all_accepted = prior, all_expected = prior;
+        for (int d = 0; d < depths; d++) all_accepted += accepted[first + d * step], all_expected += expected[first + d * step];
+        const double ratio = all_accepted / all_expected;
+        for (int64_t d = 0, at = first; d < depths; d++, at += step)
+            ratios[at] = (float)std::log((accepted[at] + prior * ratio) / (expected[at] + prior));
+    }
+
+    // The nodes of a tree that were tried. path [steps + 1]: see `walk_tree`. guesses: by `proposed` [nodes - 1], the places in
+    // the drafter's tree; null: the same places.
+    void add(const Tree& t, int64_t temperature, const int64_t* path, const float* guesses, const int64_t* proposed) const {
+        auto is_on_path = [&](int64_t node) { return t.depths[node] <= t.steps && path[t.depths[node]] == node; };
+        for (int node = 1; node < t.nodes; node++) {
+            const float guess = guesses[proposed ? proposed[node - 1] : node - 1];
+            if (t.tokens[node] < 0 || !is_on_path(t.parents[node]) || !std::isfinite(guess)) continue;
+            const bool later = std::find(t.parents + 1, t.parents + node, t.parents[node]) != t.parents + node;
+            add(temperature, t.depths[node], later, guess, is_on_path(node));
+        }
+    }
+};
 
 }  // namespace

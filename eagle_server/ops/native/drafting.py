@@ -7,7 +7,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, c_int64
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,10 +20,12 @@ from eagle_server.ops.native.linear import Biased
 from eagle_server.ops.native.structs import (
     AcceptedStruct,
     CandidatesStruct,
+    CountsStruct,
     EstimatesStruct,
     HeadStruct,
     PackedStruct,
     RequestsStruct,
+    TreeStruct,
 )
 from eagle_server.ops.tree.candidates import BestCandidates
 
@@ -81,6 +83,40 @@ def correction(ratios: Tensor, edges: Tensor, temperature_bin: Tensor, most: flo
     ratios: float32 [temperatures, depths, 2, bins]. edges: of the bins. temperature_bin: int64 [bs].
     """
     return EstimatesStruct(*map(pointer, (ratios, edges, temperature_bin)), ratios.shape[1], len(edges), most)
+
+
+def count_accepted(
+    counts: CountsStruct,
+    tree: tuple[Tensor, Tensor, Tensor],
+    path: Tensor,
+    guesses: Tensor,
+    temperature_bin: Tensor,
+    numbers: Sequence[int] | None,
+    proposed: Tensor | None,
+) -> None:
+    """Count the nodes of verified trees whose parents were accepted, and correct the ratios.
+
+    Args:
+        counts: see `AcceptanceEstimates`.
+        tree: tokens, parents and depths of all trees, int64 [bs, D].
+        path: int64 [bs, steps + 1], as `walk_tree` finds it.
+        guesses: float32 [drafted, n], the drafter's log chances. temperature_bin: int64 [drafted].
+        numbers: of the trees that were drafted; None: all.
+        proposed: int64 [bs, D - 1], the nodes' places in `guesses`; None: the same places.
+
+    Raises:
+        IndexError: a depth, parent or place is none.
+    """
+    given = [*(each.contiguous() for each in tree), path.contiguous(), guesses.contiguous(), temperature_bin]
+    tokens, parents, depths, walked, found, bins = map(pointer, given)
+    trees = TreeStruct(tokens, parents, depths, None, None, None, tree[0].shape[1], path.shape[1] - 1)
+    own = None if numbers is None else (c_int64 * len(numbers))(*numbers)
+    places = None if proposed is None else proposed.contiguous()
+    outside: int = functions().eagle_count_accepted(
+        *(byref(counts), byref(trees), len(guesses), own, bins, walked, found, guesses.shape[1]),
+        None if places is None else pointer(places),
+    )
+    check_inside(outside=bool(outside))
 
 
 class NativeHead:

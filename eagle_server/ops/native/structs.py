@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p, sizeof
 
 
 class PackedStruct(Structure):
@@ -214,6 +214,19 @@ class EstimatesStruct(Structure):
     )
 
 
+class CountsStruct(Structure):
+    _fields_ = (
+        ("accepted", c_void_p),
+        ("expected", c_void_p),
+        ("ratios", c_void_p),
+        ("edges", c_void_p),
+        ("depths", c_int32),
+        ("edge_count", c_int32),
+        ("memory", c_double),
+        ("prior", c_double),
+    )
+
+
 class CandidatesStruct(Structure):
     _fields_ = (
         ("tokens", c_void_p),
@@ -278,6 +291,7 @@ _STRUCTS = (
     RequestsStruct,
     AcceptedStruct,
     EstimatesStruct,
+    CountsStruct,
     CandidatesStruct,
     RecurrentStruct,
     SequencesStruct,

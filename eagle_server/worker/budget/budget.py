@@ -169,6 +169,7 @@ class _Choice:
     topk: int = 0
     least_logp: float = 0.0
     most_read: float = math.inf
+    seconds: float = 0.0  # that its cycles are expected to take, by the cost model alone
 
 
 class AdaptiveBudget:
@@ -202,7 +203,8 @@ class AdaptiveBudget:
         ]
         self.prospects = Prospects(requests, options, np.array([-math.inf]) if shapes else _LEAST_LOGP, policy)
         # Of the options, each [options, 1].
-        self._steps, self._sizes, _ = np.array(options, dtype=float).T[:, :, None]
+        self._steps, self._sizes, widths = np.array(options, dtype=float).T[:, :, None]
+        self._are_chains = widths == 1
         self._forwards, self._fed = np.array([forwards(shape) for shape in options], dtype=float).T[:, :, None]
         self._credit = 0.0  # seconds that probes may take
         self._choice = _Choice(0)
@@ -212,6 +214,8 @@ class AdaptiveBudget:
         # round(2 * share sampled), mean levels that a request may keep.
         self._load = (0, 0, 0)
         self._measured = self._speeds_of(0)  # for its load, with drafts and plain
+        # How many times the expected seconds cycles took, by size of the batch: of trees that branch, and of chains.
+        self._slowness: dict[int, list[float]] = {}
         self._probes = False  # whether it lets a request draft of which nothing is expected
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
@@ -304,8 +308,15 @@ class AdaptiveBudget:
         elif not outcome.is_lesson:
             if choice.steps:
                 drafts.add(requests, outcome.tokens, choice.rate, seconds)
+                self._notice(choice, seconds)
         elif self._probes and not choice.steps:  # what it took longer than a plain cycle
             self._credit -= max(0.0, seconds - requests / choice.plain)
+
+    def _notice(self, choice: _Choice, seconds: float) -> None:
+        """A cycle of this choice took so long. The cost model knows no masks, and of numbers of rows only the mean."""
+        slowness, kind = self._slowness.setdefault(self._load[0], [1.0, 1.0]), int(choice.topk == 1)
+        found = min(seconds / choice.seconds, self.policy.outlier)
+        slowness[kind] += self.policy.slowness_rate * (found - slowness[kind])
 
     def _speeds_of(self, *load: int) -> tuple[MeasuredSpeed, MeasuredSpeed]:
         """What was measured for such a load, with drafts and plain."""
@@ -352,7 +363,10 @@ class AdaptiveBudget:
         drafting = seen.drafts[rows].sum(axis=0)
         if self.shapes:  # all requests verify as many rows, whether they draft or not
             nodes, drafting = requests * (self._sizes - 1), np.array([float(len(rows))])
-        rates = tokens / self._seconds(requests, nodes, drafting, kv)
+        seconds = self._seconds(requests, nodes, drafting, kv)
+        branched, chain = self._slowness.get(self._load[0], (1.0, 1.0))
+        # More than chains do: what all drafts take longer, `MeasuredSpeed` knows.
+        rates = tokens / (seconds * np.where(self._are_chains, 1.0, max(1.0, branched / chain)))
         if allowed := fitting(self.shapes, requests):
             rates[[shape not in allowed for shape in seen.options]] = 0.0
         option, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
@@ -362,7 +376,8 @@ class AdaptiveBudget:
             return choice
         least_logp, saved = float(seen.least_logp[place]), 1 / plain - 1 / choice.rate
         most_read = saved / costs.reading if costs.reading else math.inf
-        return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read)
+        expected = float(np.broadcast_to(seconds, rates.shape)[option, place])
+        return replace(choice, **shape._asdict(), least_logp=least_logp, most_read=most_read, seconds=expected)
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
         """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,

@@ -9,6 +9,7 @@ no text does, because no draw depends on a tree.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.device import upload
-from eagle_server.ops.native.drafting import correction
-from eagle_server.ops.native.structs import EstimatesStruct
+from eagle_server.ops.native.drafting import correction, count_accepted
+from eagle_server.ops.native.library import available
+from eagle_server.ops.native.structs import CountsStruct, EstimatesStruct
 from eagle_server.ops.sampling.correction import Correction, correct_guesses, corrected
 from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import Tree
@@ -36,6 +38,7 @@ class AcceptanceEstimates:
     """Corrected chance = guess * (accepted nodes / expected nodes) of the guess's bin.
 
     A bin is (temperature, depth, rank, guess). Bins with few counts take the ratio of all depths together.
+    `counts_all`: every cycle is counted, and not lessons alone. Where native kernels count, that costs microseconds.
     """
 
     def __init__(self, device: torch.device, policy: BudgetPolicy = POLICY) -> None:
@@ -45,6 +48,11 @@ class AcceptanceEstimates:
         self._expected = np.zeros((TEMPERATURE_BINS, _DEPTHS, _RANKS, _BINS))
         # Logarithms. Captured graphs read them, so they stay in place.
         self._ratios = torch.zeros(TEMPERATURE_BINS, _DEPTHS, _RANKS, _BINS, device=device)
+        self.counts_all = available(device, torch.float32)
+        self._counts = CountsStruct(
+            *(self._accepted.ctypes.data, self._expected.ctypes.data, self._ratios.data_ptr(), self._edges.data_ptr()),
+            *(_DEPTHS, len(_EDGES), policy.memory, policy.prior),
+        )
 
     def corrected(self, logp: Tensor, temperature_bin: Tensor, level: int) -> Tensor:
         """Corrected log chances of the children of a level's nodes, given that these are accepted.
@@ -80,6 +88,21 @@ class AcceptanceEstimates:
             path_logp = (tree.mask[:, 1:, 1:] * chances[:, None]).sum(-1)
         padding = tree.tokens[:, 1:] < 0
         return replace(tree, scores=path_logp.masked_fill(padding, float("-inf")), guesses=guesses)
+
+    def count(
+        self, drafted: Tree, verified: Tree, path: Tensor, temperature_bin: Tensor, numbers: Sequence[int]
+    ) -> None:
+        """Observe the trees of a cycle that is no lesson. Only if `counts_all`.
+
+        Args:
+            drafted: as `estimate` returns them. verified: of all requests.
+            path: int64 [bs, steps + 1], the numbers of the accepted nodes.
+            temperature_bin: int64 [drafted]. numbers: of the requests that drafted.
+        """
+        assert drafted.guesses is not None
+        nodes = verified.tokens, verified.parents, verified.depths
+        guesses, own = drafted.guesses[: len(numbers)], numbers if len(numbers) < len(path) else None
+        count_accepted(self._counts, nodes, path, guesses, temperature_bin, own, verified.proposed)
 
     def learn(self, trees: LessonOutcome) -> None:
         """Observe the nodes that were tried: their parents were accepted."""

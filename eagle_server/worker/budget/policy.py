@@ -7,6 +7,7 @@
 [sooner] 2026-11-27: attention by four sums, and a budget that forgets sooner
 [shares] 2026-11-28: measured speeds as shares of those foretold
 [phases] 2026-11-28: drafting that lost is tried again
+[every] 2026-11-28: every cycle corrects guesses
 [never]: the value was never measured, though the mechanism may have been.
 """
 
@@ -35,6 +36,7 @@ class BudgetPolicy:
     observed_every: int = 4  # [joins] cycles from one whose stages are observed to the next
     rate: float = 0.05  # [never] weight of the newest observation in a curve; twice that in the machine's speed
     outlier: float = 2.0  # [never] times what was expected: a cycle counts as no more; another process had the core
+    slowness_rate: float = 0.02  # [every] weight of the newest cycle in how much longer than expected its kind takes
     farthest: float = 5.0  # [never] a curve stays within this factor of what was measured at start-up
 
     # Comparing the measured speeds of plain decoding and of drafting.

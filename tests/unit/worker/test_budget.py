@@ -342,6 +342,20 @@ def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     assert (chosen.drafting, chosen.topk) == ((0,), width)
 
 
+@pytest.mark.parametrize(("excess", "width"), [(1.0, 2), (1.5, 1)])
+def test_trees_that_branch_and_take_longer_than_foretold_give_way_to_chains(excess: float, width: int) -> None:
+    model, decodes, parents = costs(1e-4, period=8), [decode(0)], np.array([[0, 0, 1, 1, 2, 2, 0]])
+    model.step.fit({1: 5e-4, 2: 6e-4, 4: 3e-3})
+    budget = AdaptiveBudget(64, (2, 8), model, AcceptanceEstimates(CPU), level_by_level, 4)
+    chances = np.log(np.array([[0.6, 0.3, 0.36, 0.18, 0.18, 0.09, 0.001]]))
+    for _ in range(200):
+        chosen = budget.choose(decodes, [True])
+        seconds = budget._choice.seconds * (excess if chosen.topk > 1 else 1.0) or 1e-2
+        learn(budget, decodes, chosen, trees(chosen.shape, chances, parents), 2, seconds)
+    widths = [each.topk for each in (budget.choose(decodes, [True]) for _ in range(8)) if each.drafting]
+    assert set(widths) - {0} == {width}
+
+
 def test_one_probe_tells_less_of_a_batch_than_trees_of_all_its_requests() -> None:
     """One lucky tree must not begin drafting for all."""
     budget, decodes = adaptive(costs(1e-3, period=1)), [decode(i) for i in range(8)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from eagle_server.speculation.tree import Tree, build_tree
@@ -78,3 +81,31 @@ def test_second_children_are_corrected_for_themselves() -> None:
     torch.testing.assert_close(estimates.estimate(tree, torch.tensor([0])).scores.exp(), wanted, atol=0.08, rtol=0)
     found = estimates.corrected(scores, torch.tensor([0]), 0)
     torch.testing.assert_close(found, estimates.estimate(tree, torch.tensor([0])).scores)
+
+
+def test_native_counts_of_every_cycle_are_those_of_lessons() -> None:
+    """Three requests, of which two drafted: a branched tree, and one with a node that was not proposed last."""
+    counted, learned = AcceptanceEstimates(CPU), AcceptanceEstimates(CPU)
+    if not counted.counts_all:
+        pytest.skip("there are no native kernels")
+    guesses = torch.tensor([[0.55, 0.31, 0.72, 0.88, 0.04], [0.8, 0.65, 0.15, 0.97, 0.33]]).log()
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 0, 0, 0, 0], [-1, 0, 1, 1, 3, 0]])
+    tokens = torch.tensor([[9, 1, 2, 3, 4, 5], [9, -1, -1, -1, -1, -1], [9, 1, 2, 3, 4, -1]])
+    path = torch.tensor([[0, 1, 3, 5], [0, -1, -1, -1], [0, 1, 2, -1]])
+    proposed = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [1, 0, 3, 2, 4]])
+    verified = replace(Tree.linked(tokens, parents, torch.tensor([5, 6, 7]), 3), proposed=proposed)
+    drafted = replace(verified.rows_of(torch.tensor([0, 2])), guesses=guesses, proposed=None)
+    tried = {0: [1, 2, 3, 4, 5], 2: [1, 2, 3]}  # those whose parents were accepted
+    later = {0: [0, 1, 0, 1, 0], 2: [0, 0, 1]}
+    for _ in range(3):
+        counted.count(drafted, verified, path, torch.tensor([0, 2]), (0, 2))
+        for row, number in enumerate((0, 2)):
+            nodes = np.array(tried[number])
+            places = np.full(len(nodes), number), verified.depths[number].numpy()[nodes], np.array(later[number])
+            accepted = np.isin(nodes, path[number].numpy())
+            learned.observe(guesses[row].numpy()[proposed[number].numpy()[nodes - 1]], places, accepted)
+    np.testing.assert_allclose(counted._accepted, learned._accepted)
+    np.testing.assert_allclose(counted._expected, learned._expected, rtol=1e-6)
+    torch.testing.assert_close(counted._ratios, learned._ratios, atol=1e-5, rtol=1e-5)
+    with pytest.raises(IndexError):
+        counted.count(drafted, replace(verified, proposed=proposed + 5), path, torch.tensor([0, 2]), (0, 2))
