@@ -247,6 +247,7 @@ def _token_map(parsed: argparse.Namespace) -> None:
     if not counts.total:
         raise ValueError("--data, --text: no token to count; give rows whose loss_mask has 1s, or files with text")
     draft_ids = counts.draft_ids(parsed.size)
+    parsed.out.parent.mkdir(parents=True, exist_ok=True)
     torch.save(draft_ids, parsed.out)
     print(f"{counts.table(parsed.size)}\n{parsed.out}: {parsed.size} of {config.vocab_size} tokens")
 

@@ -40,8 +40,8 @@ def test_supervised_tokens_are_counted_over_all_files(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = write(tmp_path / "1.jsonl", ROWS[:1]), write(tmp_path / "2.jsonl", ROWS[1:])
-    assert made(model, tmp_path / "map.pt", 3, "--data", first, second) == 0
-    assert load_token_map(tmp_path / "map.pt", VOCAB).tolist() == [5, 7, END]
+    assert made(model, tmp_path / "maps" / "map.pt", 3, "--data", first, second) == 0
+    assert load_token_map(tmp_path / "maps" / "map.pt", VOCAB).tolist() == [5, 7, END]
     printed = capsys.readouterr().out
     assert [line.split() for line in printed.splitlines()[:5]] == [
         ["1", "tokens:", "0.00", "%"],  # the special token alone
