@@ -73,8 +73,8 @@ class Algorithm:
 
     @property
     def refuses(self) -> tuple[str, ...]:
-        """Options that have no effect on it: a language model has the target's vocabulary, and is read like one."""
-        return ("token_map", "draft_config_override") if self.is_model else ()
+        """Options that have no effect on it: a language model's config is read like a target's."""
+        return ("draft_config_override",) if self.is_model else ()
 
     def drafts(self, option: StaticTreeOption, *, ngrams: bool) -> bool:
         """Whether it drafts the trees of this option, together with n-grams or alone."""

@@ -82,7 +82,9 @@ class SpeculativeSection(Section):
         "typical, whose texts depend on the trees",
     )
     token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
-        default=None, description="FR-Spec: a file of frequent token ids; the draft proposes only these"
+        default=None,
+        description="FR-Spec: a file of frequent token ids (`eagle-server train token-map` makes one); the draft "
+        "proposes only these, and texts stay the same; refused for drafts with a smaller vocabulary of their own",
     )
     draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         default="auto",

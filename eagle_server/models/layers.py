@@ -96,6 +96,15 @@ class Linear(nn.Module):
         packed = None if self._packed is None else self._packed.native
         return None if packed is None else (packed, self.bias)
 
+    def with_rows(self, rows: Tensor) -> Linear:
+        """A layer with these outputs alone, int64 [n], with the name of the first part. It is not packed."""
+        weight = self.dense_weight().detach()
+        chosen = Linear(weight.shape[1], [(self.parts[0][0], len(rows))], bias=self.bias is not None)
+        chosen.weight = nn.Parameter(weight[rows.to(weight.device)], requires_grad=False)
+        if self.bias is not None:
+            chosen.bias = nn.Parameter(self.bias.detach()[rows.to(weight.device)], requires_grad=False)
+        return chosen
+
     @property
     def nbytes(self) -> int:
         """Bytes that the weight takes."""

@@ -43,6 +43,8 @@ Train draft heads, and the demo pair that this package contains.
   rows of a chat model's conversations to train on, masked to what the model generates:
     eagle-server train prepare --data CHATS.jsonl --model-path PATH_OR_HUB_ID --out ROWS.jsonl
     eagle-server train eagle3 --target PATH_OR_HUB_ID --data ROWS.jsonl --draft-vocab 32000 --out HEAD
+  a map of frequent tokens for a head with a large vocabulary (MTP), to serve with --speculative-token-map MAP:
+    eagle-server train token-map --model-path PATH_OR_HUB_ID --data ROWS.jsonl --size 32768 --out MAP.pt
   a block drafter for it: the same with `block`, and --speculative-algorithm DFLASH
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     eagle-server train demo --work DIR
@@ -122,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate_arguments(stage("evaluate", "measure a served head on conversations: acceptance and tokens/s"))
     _add_capture_arguments(stage(CAPTURE, _CAPTURES))  # for the help; `_with_server_flags` reads them
     _add_prepare_arguments(stage("prepare", "make token rows, with a loss mask, of conversations"))
+    _add_token_map_arguments(stage("token-map", "choose the frequent tokens that a draft with all tokens proposes"))
     convert = stage("convert", "write an EAGLE-3 head in the format of SGLang, or of speculators for vLLM")
     convert.add_argument("--head", required=True, help="directory or Hub id of the head")
     convert.add_argument("--target", required=True, help="directory or Hub id of its target")
@@ -196,6 +199,14 @@ def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "--preformatted", action="store_true", help="rows are {text}, or {prompt, completion}, that need no template"
     )
     parser.add_argument("--ignore", nargs="+", default=[], metavar="KEY", help="keys of rows that say nothing")
+
+
+def _add_token_map_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", required=True, help="whose vocabulary, special and end-of-sequence ids")
+    parser.add_argument("--data", type=Path, nargs="+", help="token rows; what the model generated is counted")
+    parser.add_argument("--text", type=Path, nargs="+", help="text files or directories of them, for base models")
+    parser.add_argument("--size", type=int, required=True, metavar="N", help="tokens of the map, special ones included")
+    parser.add_argument("--out", type=Path, required=True, help="the file for --speculative-token-map")
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -> None:

@@ -65,8 +65,8 @@ def _id_counts(target: TargetModel, data: Corpus | RowSet) -> np.ndarray:
     """How often each id is in the data, int64 [V]. Special ids of rows count as frequent."""
     if not isinstance(data, RowSet):
         return np.bincount(data.train, minlength=target.config.vocab_size)
-    counts = data.counts.copy()
-    counts[sorted(data.special)] += 1
+    counts = data.counts.occurrences.copy()
+    counts[sorted(data.counts.special)] += 1
     return counts
 
 

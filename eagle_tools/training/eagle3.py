@@ -17,7 +17,6 @@ from eagle_tools.training.heads import (
     NewHead,
     default_boundaries,
     existing_head,
-    frequent_ids,
     new_eagle,
     new_eagle3,
     refuse_sizes,
@@ -28,9 +27,8 @@ from eagle_tools.training.recipes import Recipe
 from eagle_tools.training.rows.row_set import RowSet
 from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
+from eagle_tools.training.token_counts import WANTED_COVERAGE, TokenCounts
 from eagle_tools.training.ttt import accuracies, by_start, chain_length, coupling, teach, ttt_loss
-
-WANTED_COVERAGE = 0.995  # of generated tokens; what lies outside a draft vocabulary is never drafted
 
 
 def train_head(
@@ -51,7 +49,7 @@ def train_head(
     new = started or _fresh(target, data, recipe)
     draft_ids, device = new.draft_ids(), target.embed.device
     if isinstance(data, RowSet):
-        print(_coverage(data, draft_ids))
+        print(_coverage(data.counts, draft_ids))
     lesson_of = torch.compile(teach) if recipe.compiled else teach
     loss_of = torch.compile(ttt_loss) if recipe.compiled else ttt_loss
 
@@ -125,16 +123,16 @@ def _draft_ids(target: TargetModel, data: Corpus | RowSet, recipe: Recipe) -> Te
     """The draft vocabulary of a new head, sorted int64 [Vd]."""
     vocab = target.config.vocab_size
     count = min(vocab, recipe.draft_vocab or vocab)
-    if not isinstance(data, RowSet):
-        return frequent_ids(data.train, vocab, count)
-    return data.draft_ids(count)
+    counts = data.counts if isinstance(data, RowSet) else TokenCounts.of([data.train], vocab)
+    return counts.draft_ids(count)
 
 
-def _coverage(rows: RowSet, draft_ids: Tensor) -> str:
+def _coverage(counts: TokenCounts, draft_ids: Tensor) -> str:
     """How much of the rows a head can draft, and the size that would be enough."""
-    vocab = f"draft vocabulary: {len(draft_ids)} of {len(rows.counts)} tokens"
-    covered = f"{100 * rows.coverage(draft_ids):.2f} % of what is trained on"
-    return f"{vocab}, {covered}; {100 * WANTED_COVERAGE} % takes {rows.size_for(WANTED_COVERAGE)}, chosen by these rows"
+    vocab = f"draft vocabulary: {len(draft_ids)} of {counts.vocab} tokens"
+    covered = f"{100 * counts.coverage(draft_ids):.2f} % of what is trained on"
+    enough = f"{100 * WANTED_COVERAGE} % takes {counts.size_for(WANTED_COVERAGE)}, chosen by these rows"
+    return f"{vocab}, {covered}; {enough}"
 
 
 def _started(target: TargetModel, recipe: Recipe, start: str | Path) -> NewHead:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,12 +45,6 @@ def default_boundaries(layers: int) -> tuple[int, ...]:
             f"increasing boundaries in 0..{layers} with --aux-layers, where b is the stream after b layers"
         )
     return (2, layers // 2, layers - 3)
-
-
-def frequent_ids(stream: np.ndarray, vocab: int, count: int) -> Tensor:
-    """The `count` most frequent tokens of a stream, sorted by id; int64 [count]."""
-    order = np.argsort(-np.bincount(stream, minlength=vocab), kind="stable")
-    return torch.from_numpy(np.sort(order[:count]).astype(np.int64))
 
 
 def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor, intermediate_size: int) -> NewHead:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -19,7 +21,7 @@ from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools.training.block import train_block
 from eagle_tools.training.capture import target_directory
 from eagle_tools.training.captured_target import CapturedTarget
-from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
+from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files, tokenize
 from eagle_tools.training.eagle3 import evaluate_head, train_head
 from eagle_tools.training.export import (
     convert_head,
@@ -52,10 +54,11 @@ from eagle_tools.training.recipes import (
 from eagle_tools.training.redrafter import train_redrafter
 from eagle_tools.training.rows.commands import ROW_STAGES
 from eagle_tools.training.rows.feature_files import CapturedFeatures
-from eagle_tools.training.rows.row_set import RowSet, captured_row_set, read_row_set
+from eagle_tools.training.rows.row_set import RowSet, captured_row_set, read_row_set, token_rows
 from eagle_tools.training.rows.token_rows import is_row_file
 from eagle_tools.training.sources import own_texts
 from eagle_tools.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
+from eagle_tools.training.token_counts import TokenCounts
 
 
 def _tokenizer(parsed: argparse.Namespace) -> None:
@@ -230,6 +233,25 @@ def _demo(parsed: argparse.Namespace) -> None:
     _demo_heads(parsed)
 
 
+def _token_map(parsed: argparse.Namespace) -> None:
+    directory = resolve_checkpoint(parsed.model_path)
+    config = read_model_config(directory)
+    streams, files = list[np.ndarray](), text_files(parsed.text or ())
+    if files:
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        streams.append(tokenize(tokenizer, files, (config.eos_token_ids or (0,))[0], "text"))
+    rows = token_rows(parsed.data or (), config.vocab_size)
+    supervised = (np.asarray(row.input_ids)[np.asarray(row.loss_mask, dtype=bool)] for row in rows)
+    special = {*load_tokenizer(str(directory)).special, *config.eos_token_ids}
+    counts = TokenCounts.of(chain(streams, supervised), config.vocab_size, special)
+    if not counts.total:
+        raise ValueError("--data, --text: no token to count; give rows whose loss_mask has 1s, or files with text")
+    draft_ids = counts.draft_ids(parsed.size)
+    parsed.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(draft_ids, parsed.out)
+    print(f"{counts.table(parsed.size)}\n{parsed.out}: {parsed.size} of {config.vocab_size} tokens")
+
+
 def _convert(parsed: argparse.Namespace) -> None:
     convert_head(parsed.head, parsed.target, parsed.out, parsed.format)
     print(f"{parsed.out}: written for {parsed.format}, and loaded again")
@@ -284,6 +306,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "export": _export,
     "demo-heads": _demo_heads,
     **ROW_STAGES,
+    "token-map": _token_map,
     "convert": _convert,
     "eagle3": _head,
     "medusa": _medusa,

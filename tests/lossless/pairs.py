@@ -291,7 +291,7 @@ def _loaded(kind: str, directory: Path, draft: Path | None) -> Pair:
     return Pair(kind, directory, draft, target, loaded_head(kind, directory, draft, target))
 
 
-def loaded_head(kind: str, directory: Path, draft: Path, target: TargetModel) -> Any:
+def loaded_head(kind: str, directory: Path, draft: Path, target: TargetModel, token_map: Path | None = None) -> Any:
     """The draft of a pair, for the target in `directory` or a rank's share of it."""
     context = target.rope.cos.shape[0]
     algorithm = "STANDALONE" if kind == "STANDALONE" else None
@@ -300,6 +300,7 @@ def loaded_head(kind: str, directory: Path, draft: Path, target: TargetModel) ->
         target,
         Loading(context=context, lookahead=MARGIN, progress=False),
         algorithm=algorithm,
+        token_map=token_map,
         target_path=directory,
     )
     assert loaded.algorithm == kind

@@ -140,8 +140,18 @@ class BlockHead(DraftModel):
         return 0 if self.block.next_token else 1
 
     @property
-    def draft_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self.block.draft_vocab_size
+
+    @property
+    def why_no_token_map(self) -> str | None:
+        return None if self.d2t is None else f"this drafter has {self.vocab_size} tokens of its own (d2t)"
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        self.lm_head = self._draft_head().with_rows(token_map)
+        self.mask_ids = (token_map == self.block.mask_token_id).nonzero()[:, 0]
+        if self.edges is not None:
+            self.edges.after = nn.Parameter(self.edges.after.detach()[token_map], requires_grad=False)
 
     def fuse(self) -> None:
         """See `Fusable`."""
@@ -235,26 +245,29 @@ class BlockHead(DraftModel):
 
     def logits(self, y: Tensor) -> Tensor:
         """[rows, H] -> [rows, draft vocabulary]. The mask token is no draft."""
-        head = self._target.lm_head if self.lm_head is None else self.lm_head
-        logits: Tensor = head(y)
+        logits: Tensor = self._draft_head()(y)
         if self.block.logit_scale != 1.0:
             logits = logits * self.block.logit_scale
         if self.block.logits_softcap:
             logits = self.block.logits_softcap * torch.tanh(logits / self.block.logits_softcap)
         return logits.index_fill_(1, self.mask_ids, float("-inf"))
 
+    def _draft_head(self) -> Linear:
+        return self._target.lm_head if self.lm_head is None else self.lm_head
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> target ids, int64. `d2t` holds offsets."""
-        ids = draft_ids.long()
+        ids = super().target_ids(draft_ids)
         return ids if self.d2t is None else ids + self.d2t[ids]
 
     def draft_ids(self, target_ids: Tensor) -> Tensor:
         """The inverse of `target_ids`, for ids that the head drafts."""
-        if self.d2t is None or self.t2d is None:
+        if self.d2t is None and self.token_map is None:
             return target_ids
         if self._inverse is None:
-            places = torch.arange(len(self.d2t), device=self.d2t.device)
-            self._inverse = torch.zeros_like(self.t2d, dtype=torch.int64).index_copy(0, places + self.d2t, places)
+            places = torch.arange(self.draft_vocab_size, device=target_ids.device)
+            unknown = places.new_zeros(self.config.vocab_size)
+            self._inverse = unknown.index_copy(0, self.target_ids(places), places)
         return self._inverse[target_ids]
 
     def edge(

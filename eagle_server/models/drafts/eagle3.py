@@ -134,7 +134,7 @@ class Eagle3Head(DraftHead):
     def native_weights(self) -> HeadWeights | None:
         first, embed = self.layers[0], self._target.embed if self.embed is None else self.embed
         assert isinstance(first, Eagle3Layer)
-        lm_head = (self._target.lm_head if self.lm_head is None else self.lm_head).native
+        lm_head = self._draft_head().native
         combine = None if self.fc is None else self.fc.native
         unknown = self._native is None or lm_head is None or (self.fc is not None and combine is None)
         if unknown or self.feature_norms or embed.shape[1] != self.config.hidden_size:
@@ -152,8 +152,15 @@ class Eagle3Head(DraftHead):
         )
 
     @property
-    def draft_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self.eagle.draft_vocab_size
+
+    @property
+    def why_no_token_map(self) -> str | None:
+        return None if self.d2t is None else f"this head drafts {self.vocab_size} tokens of its own (d2t)"
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        self.lm_head = self._draft_head().with_rows(token_map)
 
     def combine(self, features: Tensor) -> Tensor:
         """Target features [rows, n * Ht] -> hidden [rows, H]. For the first pass only."""
@@ -205,12 +212,14 @@ class Eagle3Head(DraftHead):
 
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, Vd]."""
-        head = self._target.lm_head if self.lm_head is None else self.lm_head
-        return head(normed)  # type: ignore[no-any-return]
+        return self._draft_head()(normed)  # type: ignore[no-any-return]
+
+    def _draft_head(self) -> Linear:
+        return self._target.lm_head if self.lm_head is None else self.lm_head
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> target ids, int64. `d2t` holds offsets."""
-        ids = draft_ids.long()
+        ids = super().target_ids(draft_ids)
         return ids if self.d2t is None else ids + self.d2t[ids]
 
     def set_vocabulary(self, target_ids: Tensor) -> None:

@@ -66,8 +66,16 @@ class Gemma4Assistant(DraftModel):
         self._native: NativeDecoder | None = None
 
     @property
-    def draft_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def why_no_token_map(self) -> str | None:
+        return "this assistant's centroids choose the tokens that it scores" if self.centroids is not None else None
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        assert self.lm_head is not None, "without centroids all logits are computed"
+        self.lm_head = self.lm_head.with_rows(token_map)
 
     @property
     def is_fused(self) -> bool:
@@ -95,7 +103,7 @@ class Gemma4Assistant(DraftModel):
         return DraftOutput(self.post(normed), normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[rows, H] -> [rows, V]; -inf for tokens of other centroids."""
+        """[rows, H] -> [rows, draft vocabulary]; -inf for tokens of other centroids."""
         if self.centroids is None or self.token_ordering is None or self.rows is None:
             assert self.lm_head is not None, "without centroids all logits are computed"
             return self.lm_head(normed)  # type: ignore[no-any-return]

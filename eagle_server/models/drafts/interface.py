@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.config import ModelConfig
+from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.layers import Linear
 from eagle_server.ops.native.drafting import HeadWeights
 
@@ -51,23 +51,57 @@ class DraftModel(nn.Module, ABC):
         feature is the target's post-norm hidden state.
     max_steps: the deepest tree that it can draft; None: any depth.
     reads_target_kv: it attends to the target's KV.
-    takes_token_map: `restrict_vocabulary` is for it.
+    token_map: the target ids that it drafts, int64 [Vd], by draft ids; None: all of its vocabulary.
     """
 
     algorithm: ClassVar[str]
     aux_boundaries: tuple[int, ...] = ()
     max_steps: int | None = None
     reads_target_kv: ClassVar[bool] = False
-    takes_token_map: ClassVar[bool] = False
+    token_map: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("token_map", None, persistent=False)
 
     @property
     @abstractmethod
+    def vocab_size(self) -> int:
+        """The size of its vocabulary without a token map."""
+
+    @property
     def draft_vocab_size(self) -> int:
         """The size of the vocabulary that it drafts from."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary, any shape -> ids of the target's vocabulary, int64."""
+        ids = draft_ids.long()
+        return ids if self.token_map is None else self.token_map[ids]
+
+    @property
+    def why_no_token_map(self) -> str | None:
+        """Why it cannot be restricted to some tokens; None: it can."""
+        return None
 
     def restrict_vocabulary(self, token_map: Tensor) -> None:
-        """Draft only the target ids in `token_map`, int64 [Vd]. Call it after the lm_head is loaded."""
-        raise TypeError(f"{type(self).__name__} has a vocabulary of its own, no {len(token_map)} chosen tokens")
+        """Draft only the target ids in `token_map` (FR-Spec, arXiv 2502.14856).
+
+        token_map: distinct ids, int64 [Vd]. Call it once, after the weights are loaded and before they are packed.
+
+        Raises:
+            CheckpointError: it cannot, or does not have one of the ids.
+        """
+        if (why := self.why_no_token_map) is not None:
+            raise CheckpointError(f"--speculative-token-map: {why}; drop it")
+        if int(token_map.max()) >= self.vocab_size:
+            raise CheckpointError(f"--speculative-token-map: ids below {self.vocab_size}, the draft's, are expected")
+        self.keep_rows(token_map)
+        self.token_map = token_map
+
+    @abstractmethod
+    def keep_rows(self, token_map: Tensor) -> None:
+        """Compute the logits of these tokens alone."""
 
     @property
     def is_fused(self) -> bool:
@@ -138,10 +172,6 @@ class DraftHead(DraftModel):
     @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, draft vocabulary], in the dtype of the lm_head's product or in float32."""
-
-    @abstractmethod
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary, any shape -> ids of the target's vocabulary, int64."""
 
     def native_weights(self) -> HeadWeights | None:
         """Its weights, after they are packed; None: the native kernels do not draft with it."""

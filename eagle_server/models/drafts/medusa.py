@@ -53,13 +53,20 @@ class MedusaHeads(DraftModel):
         own = each if config.own_lm_heads else range(0)
         lm_heads = (Linear(hidden, [(f"{i}.{config.layers}", config.vocab_size)]) for i in own)
         self.lm_heads = nn.ModuleList(lm_heads)
+        self.shared_rows: Linear | None = None  # of the target's lm_head, for a token map
 
     @property
-    def draft_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    def keep_rows(self, token_map: Tensor) -> None:
+        if self.lm_heads:
+            self.lm_heads = nn.ModuleList(head.with_rows(token_map) for head in self.lm_heads)  # type: ignore[operator]
+        else:
+            self.shared_rows = self._target.lm_head.with_rows(token_map)
+
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
-        """h [rows, H] -> logits of the first `heads` heads (None: all), float32 [heads, rows, V]."""
+        """h [rows, H] -> logits of the first `heads` heads (None: all), float32 [heads, rows, draft vocabulary]."""
         count = heads or self.config.heads
         x = hidden.expand(count, -1, -1)  # [heads, rows, H]
         if self.first is not None:
@@ -69,7 +76,8 @@ class MedusaHeads(DraftModel):
             gates = [blocks[i](x[i]) for i in range(count)]  # type: ignore[index]
             x = x + F.silu(torch.stack(gates))
         if not self.lm_heads:
-            return self._target.lm_head(x.flatten(0, 1)).float().unflatten(0, (count, -1))  # type: ignore[no-any-return]
+            shared = self._target.lm_head if self.shared_rows is None else self.shared_rows
+            return shared(x.flatten(0, 1)).float().unflatten(0, (count, -1))  # type: ignore[no-any-return]
         return torch.stack([self.lm_heads[i](x[i]) for i in range(count)]).float()
 
     def weight_views(self) -> Views:

@@ -1,7 +1,6 @@
 """Common base of the heads that read the target's post-norm hidden state: EAGLE-1/2 and MTP.
 
-Embedding and lm_head are the target's, unless the checkpoint has its own. An FR-Spec token map (arXiv 2502.14856)
-restricts the logits to the listed rows of the lm_head.
+Embedding and lm_head are the target's, unless the checkpoint has its own.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from eagle_server.ops.native.drafting import HeadWeights, Residual
 class PostNormHead(DraftHead):
     """A `DraftHead` without its layers. Shared weights are not registered, so they are not trained or saved."""
 
-    takes_token_map = True
-
     def __init__(self, config: ModelConfig, target: TargetWeights, *, own_embed: bool, own_lm_head: bool) -> None:
         super().__init__()
         self.config = config
@@ -29,20 +26,13 @@ class PostNormHead(DraftHead):
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = nn.Parameter(torch.empty(vocab, hidden)) if own_embed else None
         self.lm_head = Linear(hidden, [("lm_head", vocab)]) if own_lm_head else None
-        self.mapped_head: Linear | None = None
-        self.token_map: Tensor | None
-        self.register_buffer("token_map", None, persistent=False)
-
-    def restrict_vocabulary(self, token_map: Tensor) -> None:
-        """Draft only the target ids in `token_map`, int64 [Vd]. Call it after the lm_head is loaded."""
-        full = self._full_head().dense_weight()
-        self.token_map = token_map.to(full.device)
-        self.mapped_head = Linear(full.shape[1], [("lm_head", len(token_map))])
-        self.mapped_head.weight = nn.Parameter(full[self.token_map], requires_grad=False)
 
     @property
-    def draft_vocab_size(self) -> int:
-        return self.config.vocab_size if self.token_map is None else len(self.token_map)
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        self.lm_head = self._draft_head().with_rows(token_map)
 
     def combine(self, features: Tensor) -> Tensor:
         """features [rows, H], unchanged: the feature is already the hidden state."""
@@ -55,11 +45,6 @@ class PostNormHead(DraftHead):
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, V], or [rows, Vd] with a token map."""
         return self._draft_head()(normed)  # type: ignore[no-any-return]
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids, any shape -> target ids, int64."""
-        ids = draft_ids.long()
-        return ids if self.token_map is None else self.token_map[ids]
 
     def joined_weights(
         self,
@@ -84,7 +69,4 @@ class PostNormHead(DraftHead):
         )
 
     def _draft_head(self) -> Linear:
-        return self._full_head() if self.mapped_head is None else self.mapped_head
-
-    def _full_head(self) -> Linear:
         return self._target.lm_head if self.lm_head is None else self.lm_head

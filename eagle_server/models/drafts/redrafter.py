@@ -53,9 +53,11 @@ class RedrafterHead(DraftModel):
         self.lm_head = Linear(exit_dim, [(f"lm_head.{layers}", config.vocab_size)])
 
     @property
-    def draft_vocab_size(self) -> int:
-        """The size of the vocabulary that it drafts from."""
+    def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        self.lm_head = self.lm_head.with_rows(token_map)
 
     def state(self, tokens: Tensor, before: Tensor | None) -> Tensor:
         """The states [rows, H] after tokens [rows]. `before`: the states [rows, H] before them, None for s_0."""
@@ -66,7 +68,7 @@ class RedrafterHead(DraftModel):
         return F.silu(self.rnn_w(embedded) + earlier)
 
     def logits(self, context: Tensor, state: Tensor) -> Tensor:
-        """context, state [rows, H] -> [rows, V] in float32."""
+        """context, state [rows, H] -> [rows, draft vocabulary] in float32."""
         x = torch.cat([context, state], dim=-1)
         if self.input_proj is not None:
             x = self.input_proj(x)

@@ -38,8 +38,16 @@ class DraftLM(DraftHead):
         return self.model.is_fused
 
     @property
-    def draft_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self._drafted
+
+    @property
+    def why_no_token_map(self) -> str | None:
+        return None if isinstance(self.model, TargetModel) else "transformers' code computes this draft's logits"
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        assert isinstance(self.model, TargetModel), "`why_no_token_map` says so"
+        self.model.lm_head = self.model.lm_head.with_rows(token_map)
 
     def combine(self, features: Tensor) -> Tensor:
         return features
@@ -51,13 +59,10 @@ class DraftLM(DraftHead):
 
     def native_weights(self) -> HeadWeights | None:
         weights = self.model.native_weights() if isinstance(self.model, TargetModel) else None
-        if weights is None or self._drafted == self._rows:
+        if weights is None or self.token_map is not None or self._drafted == self._rows:
             return weights
         lm_head, bias = weights.lm_head
         return replace(weights, lm_head=(lm_head.rows_until(self._drafted), bias))
 
     def logits(self, normed: Tensor) -> Tensor:
-        return self.model.logits(normed)[:, : self._drafted]
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids.long()
+        return self.model.logits(normed)[:, : self.draft_vocab_size]

@@ -20,7 +20,7 @@ from eagle_server.speculation.candidates import organize_draft_results
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.drafters.feature import FeatureProposer, NewestFeature
-from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, vocabulary_of
 
 
 def frozen_kv_drafter(head: Gemma4Assistant, setup: DrafterSetup) -> ModelDrafter[Tensor]:
@@ -35,6 +35,7 @@ class FrozenKVSteps(FeatureProposer):
         tree = setup.tree
         self.head, self.attention = head, setup.attention(())
         self.steps, self.topk = tree.model_steps, tree.topk
+        self.vocabulary = vocabulary_of(head, setup.device)
         self._window = DraftWindow.of(tree.topk, (tree.model_steps - 1) * tree.topk, setup.device)
 
     def forwards(self, shape: TreeShape) -> tuple[int, int]:
@@ -44,7 +45,7 @@ class FrozenKVSteps(FeatureProposer):
         """`steps` forwards: the root, then the best nodes of each level."""
         ranking, topk, seq_lens = batch.ranking, self.topk, batch.seq_lens
         out = self.head(batch.verified_id, draft, seq_lens, self._bound(batch, 1))
-        guesses, tokens = ranking.best(self.head.logits(out.normed), topk)
+        guesses, tokens = ranking.best(self.head.logits(out.normed), topk, self.vocabulary)
         hidden = out.feedback.repeat_interleave(topk, dim=0)
         nodes = EagleDraftInput.first(guesses, tokens, hidden, self._window)
         nodes = replace(nodes, topk_logp=ranking.chances(guesses))
@@ -55,7 +56,8 @@ class FrozenKVSteps(FeatureProposer):
             assert bound is not None
             ranking = ranking.advance(nodes.topk_index, pool.fed(step) if step else None, topk)
             out = self.head(nodes.topk_index.view(-1), nodes.parent_states, positions, bound)
-            children = ranking.children(self.head.logits(out.normed), nodes.topk_logp, pool.level(step))
+            logits, level = self.head.logits(out.normed), pool.level(step)
+            children = ranking.children(logits, nodes.topk_logp, level, self.vocabulary)
             if step < steps - 1:
                 nodes, _ = nodes.advance(children.tokens, children.scores, out.feedback, pool.fed(step + 1))
         tree = organize_draft_results(batch.verified_id, seq_lens, pool, batch.nodes)

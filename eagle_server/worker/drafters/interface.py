@@ -104,22 +104,26 @@ class ModelDrafter(Generic[State]):
         self.propose, self.forwards = proposer.propose, proposer.forwards
 
 
-class ScoringHead(Protocol):
-    """A head's scores over its draft vocabulary."""
+class DraftVocabulary(Protocol):
+    """The tokens that a head drafts."""
 
     @property
     def draft_vocab_size(self) -> int: ...
-
-    def logits(self, normed: Tensor, /) -> Tensor:
-        """[rows, H] -> [rows, draft vocabulary]."""
-        ...
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> target ids, int64."""
         ...
 
 
-def vocabulary_of(head: ScoringHead, device: torch.device) -> Tensor | None:
+class ScoringHead(DraftVocabulary, Protocol):
+    """A head's scores over its draft vocabulary."""
+
+    def logits(self, normed: Tensor, /) -> Tensor:
+        """[rows, H] -> [rows, draft vocabulary]."""
+        ...
+
+
+def vocabulary_of(head: DraftVocabulary, device: torch.device) -> Tensor | None:
     """Target ids of the draft vocabulary, int64 [draft vocabulary]; None: they are the same."""
     draft_ids = torch.arange(head.draft_vocab_size, device=device)
     ids = head.target_ids(draft_ids)

@@ -20,7 +20,7 @@ from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.feature import FeatureProposer, NewestFeature
-from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, vocabulary_of
 
 
 def medusa_drafter(heads: MedusaHeads, setup: DrafterSetup) -> ModelDrafter[Tensor]:
@@ -35,6 +35,7 @@ class MedusaTree(FeatureProposer):
     def __init__(self, heads: MedusaHeads, setup: DrafterSetup) -> None:
         super().__init__(setup)
         choices, device = setup.tree.choices, setup.device
+        self.vocabulary = vocabulary_of(heads, device)
         self.heads, self.steps, self.ranks = heads, steps_of(choices), ranks_of(choices)
         # Each node's path as indices into the heads' best tokens, [head * ranks + rank], its own token last. Shorter
         # paths are padded in front with an index past all of them, whose score is 0.
@@ -64,7 +65,7 @@ class MedusaTree(FeatureProposer):
         logp, ids = list[Tensor](), list[Tensor]()
         logits: Tensor = self.heads(feature, steps)  # [steps, bs, V]
         for of_head in logits:
-            best, head_ids = ranking.best(of_head, self.ranks)  # [bs, ranks]
+            best, head_ids = ranking.best(of_head, self.ranks, self.vocabulary)  # [bs, ranks]
             logp.append(best)
             ids.append(head_ids)
             ranking = ranking.deeper()
@@ -86,7 +87,7 @@ class MedusaTree(FeatureProposer):
                 before = self._levels[depth - 1]
                 above = scores[-1].index_select(1, before.fed)
                 ranking = ranking.advance(tokens[-1].index_select(1, before.fed), before.parents.expand(bs, -1))
-            logp, ids = ranking.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks)
+            logp, ids = ranking.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks, self.vocabulary)
             paths = above[:, :, None] + logp.view(bs, -1, self.ranks)
             tokens.append(ids.view(bs, -1).index_select(1, level.picks))
             scores.append(paths.flatten(1).index_select(1, level.picks))

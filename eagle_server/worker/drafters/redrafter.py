@@ -14,7 +14,7 @@ from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY, DraftRanking
 from eagle_server.worker.drafters.feature import FeatureProposer, NewestFeature
-from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, vocabulary_of
 
 
 def redrafter_drafter(head: RedrafterHead, setup: DrafterSetup) -> ModelDrafter[Tensor]:
@@ -30,7 +30,7 @@ class Beams(FeatureProposer):
 
     def __init__(self, head: RedrafterHead, setup: DrafterSetup) -> None:
         super().__init__(setup)
-        self.head, tree = head, setup.tree
+        self.head, self.vocabulary, tree = head, vocabulary_of(head, setup.device), setup.tree
         most = tree.model_steps * tree.topk + 1
         if tree.nodes > most and not tree.ngram_steps:
             raise ValueError(
@@ -57,7 +57,7 @@ class Beams(FeatureProposer):
         seq_lens: Tensor,
         ranking: DraftRanking,
     ) -> Tree:
-        beam, scores = beam_search(self.head, context, verified_id, steps, self.topk, ranking)
+        beam, scores = beam_search(self.head, context, verified_id, steps, self.topk, ranking, self.vocabulary)
         tree = beam_tree(beam, scores, seq_lens, nodes)
         return ranking.without_refused(tree)
 
@@ -69,11 +69,13 @@ def beam_search(
     steps: int,
     topk: int,
     ranking: DraftRanking = BY_PROBABILITY,
+    vocabulary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Beam search: the `topk` continuations of verified_id [bs] that it finds to have the best scores.
 
     Args:
         context: [bs, H], the target's feature of the position before verified_id.
+        vocabulary: see `DraftRanking.best`.
 
     Returns:
         beams int64 [bs, topk, steps + 1], the best one first, each with verified_id first; and the score of each
@@ -81,7 +83,7 @@ def beam_search(
     """
     bs = len(verified_id)
     state = head.state(verified_id, None)
-    logp, tokens = ranking.best(head.logits(context, state), topk)  # one beam so far, with `topk` children
+    logp, tokens = ranking.best(head.logits(context, state), topk, vocabulary)  # one beam so far, with `topk` children
     beams = torch.stack([verified_id[:, None].expand(-1, topk), tokens], dim=-1)
     scores = torch.stack([torch.zeros_like(logp), logp], dim=-1)
     state, context = (x.repeat_interleave(topk, dim=0) for x in (state, context))
@@ -90,7 +92,7 @@ def beam_search(
     for _ in range(steps - 1):
         ranking = ranking.advance(beams[:, :, -1], chosen, topk)
         state = head.state(beams[:, :, -1].reshape(-1), state)
-        logp, tokens = ranking.best(head.logits(context, state), topk)
+        logp, tokens = ranking.best(head.logits(context, state), topk, vocabulary)
         totals = scores[:, :, -1:] + logp.view(bs, topk, topk)
         best, chosen = totals.flatten(1).topk(topk, dim=1)
         parent = torch.div(chosen, topk, rounding_mode="floor")  # [bs, topk]

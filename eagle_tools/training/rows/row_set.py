@@ -18,6 +18,7 @@ from eagle_tools.training.fingerprint import fingerprint
 from eagle_tools.training.packing import Packing, chain_rates, served_length
 from eagle_tools.training.rows.feature_files import CapturedFeatures
 from eagle_tools.training.rows.token_rows import TokenRow, read_token_rows
+from eagle_tools.training.token_counts import TokenCounts
 
 HELD_OUT_PER_MILLE = 50
 EVALUATED_WINDOWS = 32  # at most, for an evaluation during a training
@@ -46,14 +47,13 @@ class CutRow(NamedTuple):
 class RowSet:
     """Rows cut to `length` + 1 tokens and packed into windows.
 
-    counts: how often each supervised id is trained on, int64 [V]. special: ids that every draft vocabulary should have.
+    counts: how often each supervised id is trained on.
     key: a hash of the rows, the vocabulary and the length. features: of the rows; None: they are computed.
     """
 
     train: Sequence[Sequence[CutRow]]
     held_out: Sequence[Sequence[CutRow]]
-    counts: np.ndarray
-    special: frozenset[int]
+    counts: TokenCounts
     length: int
     key: str
     features: CapturedFeatures | None = None
@@ -86,32 +86,6 @@ class RowSet:
             length = served_length(found, counts)
         numbers = {f"answers step {step + 1}": rate for step, rate in enumerate(rates)}
         return {"held-out loss": float(np.mean(losses)), **numbers, "answers accept length": length}
-
-    def draft_ids(self, count: int) -> Tensor:
-        """The special ids and the ids that answers have most often, `count` together; sorted int64 [count].
-
-        Raises:
-            ValueError: there are more special ids than that.
-        """
-        if len(self.special) > count:
-            raise ValueError(f"--draft-vocab {count}: {len(self.special)} special tokens alone are more")
-        return torch.from_numpy(np.sort(self._order[:count]).astype(np.int64))
-
-    def coverage(self, draft_ids: Tensor) -> float:
-        """The share of supervised tokens that a draft vocabulary has."""
-        return float(self.counts[draft_ids.cpu().numpy()].sum() / max(1, self.counts.sum()))
-
-    def size_for(self, share: float) -> int:
-        """The smallest `count` whose `draft_ids` have this share of the supervised tokens."""
-        covered = np.cumsum(self.counts[self._order])
-        return max(len(self.special), 1 + int(np.searchsorted(covered, share * covered[-1])))
-
-    @property
-    def _order(self) -> np.ndarray:
-        """All ids: the special ones, then those that answers have most often."""
-        weights = self.counts.astype(np.int64)
-        weights[sorted(self.special)] = np.iinfo(np.int64).max
-        return np.argsort(-weights, kind="stable")
 
 
 @lru_cache(maxsize=2)
@@ -182,16 +156,13 @@ def _row_set(
         parts[True].append(parts[False].pop())
     if not parts[True] or not parts[False]:
         raise ValueError(f"too few rows: {len(parts[False])} to train on, and {len(parts[True])} held out")
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for row in parts[False]:
-        np.add.at(counts, row.ids[row.mask], 1)
-    print(f"{len(rows)} rows, {len(parts[True])} of them held out; {counts.sum()} tokens to train on; {others}")
+    counts = TokenCounts.of((row.ids[row.mask] for row in parts[False]), vocab_size, special)
+    print(f"{len(rows)} rows, {len(parts[True])} of them held out; {counts.total} tokens to train on; {others}")
     digest = [row.key.encode() for row in rows]
     captured = [] if features is None else [features.facts.text().encode()]
     key = fingerprint([*digest, str(length).encode(), str(vocab_size).encode(), *captured])
-    known = frozenset(token for token in special if 0 <= token < vocab_size)
     train, held_out = (_packs(parts[which], length + 1) for which in (False, True))
-    return RowSet(train, held_out, counts, known, length, key, features)
+    return RowSet(train, held_out, counts, length, key, features)
 
 
 def packed(

@@ -280,14 +280,6 @@ def test_rope_theta_override_reaches_either_place(tmp_path: Path, target: Target
         close(passes(head), expected_eagle3(tensors, target, head, Semantics(theta=300.0)))
 
 
-def test_token_map_is_ignored_for_eagle3(tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
-    directory = dc.write(tmp_path, dc.eagle3_tensors(), EAGLE3)
-    with caplog.at_level(logging.WARNING):
-        head = load(directory, target, token_map=tmp_path / "freq.pt")
-    assert "ignored" in caplog.text
-    assert head.target_ids(torch.arange(VD)).shape == (VD,)
-
-
 def test_draft_ids_map_by_offset(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle3_tensors()
     head = load(dc.write(tmp_path, tensors, EAGLE3), target)

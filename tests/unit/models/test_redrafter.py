@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,13 +125,6 @@ def test_the_head_shares_the_embedding_and_follows_the_targets_dtype(tmp_path: P
     assert isinstance(head, RedrafterHead)
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
     assert not any(p.shape == target.embed.shape for p in head.parameters())
-
-
-def test_a_token_map_is_ignored(tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
-    directory = dc.write(tmp_path, tensors(), CONFIG)
-    with caplog.at_level(logging.WARNING):
-        load(directory, target, token_map=tmp_path / "freq.pt")
-    assert "ignored, as a ReDrafter head has its own vocabulary" in caplog.text
 
 
 Edit = Callable[[Tensors, dict[str, Any]], object]

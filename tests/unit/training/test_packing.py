@@ -176,17 +176,17 @@ def test_every_row_is_seen_once_before_any_is_seen_again(tmp_path: Path) -> None
         tokens, packing = rows.window(step, 1)
         assert tokens.shape == (1, 32)
         seen.append(int(packing.supervised.sum()))
-    assert sum(seen) == rows.counts.sum()
+    assert sum(seen) == rows.counts.total
     again = rows.window(0, len(rows.train))[0]
     assert torch.equal(again, rows.window(0, len(rows.train))[0])
     assert not torch.equal(again, rows.window(1, len(rows.train))[0])
 
 
 def test_the_draft_vocabulary_is_of_answers_and_has_every_special_id(tmp_path: Path) -> None:
-    rows = row_set(tmp_path, many_rows(300))
+    rows = row_set(tmp_path, many_rows(300)).counts
     ids = rows.draft_ids(12)
     assert 63 in ids and 100 not in ids and len(ids) == 12 and torch.equal(ids, ids.sort().values)
-    assert rows.counts[ids[:-1].numpy()].min() >= np.delete(rows.counts, ids.numpy()).max()
+    assert rows.occurrences[ids[:-1].numpy()].min() >= np.delete(rows.occurrences, ids.numpy()).max()
     assert 0.4 < rows.coverage(ids) < 1 == rows.coverage(torch.arange(64))
     for share in (0.0, 0.5, 0.9, 1.0):
         size = rows.size_for(share)

@@ -213,7 +213,7 @@ def _marked(d2t: Tensor, vocab: int, files: DraftFiles) -> Tensor:
 
 
 def load_token_map(path: Path, vocab: int) -> Tensor:
-    """An FR-Spec token map from a file saved by torch: target ids int64 [Vd], by decreasing frequency.
+    """An FR-Spec token map from a file saved by torch: target ids int64 [Vd], in any order.
 
     Raises:
         CheckpointError: the file is not a 1-D list of distinct integers in 0..vocab - 1.

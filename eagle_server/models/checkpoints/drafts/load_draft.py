@@ -46,7 +46,7 @@ def load_draft(
     Args:
         path: may be `target_path`, if the target's files hold the draft.
         algorithm: a name in `ALGORITHMS`; None accepts any head.
-        token_map: an FR-Spec file.
+        token_map: an FR-Spec file, see `load_token_map`.
         overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
 
     Raises:
@@ -57,7 +57,8 @@ def load_draft(
     how = replace(how, context=how.context or target.config.max_position)
     row = _asked_for(files, algorithm)
     if row.is_model:
-        return format_of(row).load(files, target, how)
+        model = format_of(row).load(files, target, how)
+        return model if token_map is None else _restricted(model, token_map, target, how)
     drafted_for: DraftedTarget = target
     if target.config.split is not None:
         assert target_path is not None, "a split target is read again, whole"
@@ -66,14 +67,22 @@ def load_draft(
         )
     with created_as(target.embed.dtype, target.embed.device):
         head = format_of(row).load(files, drafted_for, how)
-        if token_map is not None and head.takes_token_map:
-            head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
-        elif token_map is not None:
-            log.warning("%s: ignored, as %s has its own vocabulary", token_map, row.holds)
-    head.requires_grad_(requires_grad=False).eval()
+    return _ready(head, how) if token_map is None else _restricted(head, token_map, target, how)
+
+
+def _restricted(draft: DraftModel, token_map: Path, target: Target, how: Loading) -> DraftModel:
+    """`_ready`, with the tokens of a file alone."""
+    draft.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size).to(target.embed.device))
+    log.info("%s: drafts %d of %d tokens", token_map, draft.draft_vocab_size, draft.vocab_size)
+    return _ready(draft, how)
+
+
+def _ready(draft: DraftModel, how: Loading) -> DraftModel:
+    """For inference: frozen and packed."""
+    draft.requires_grad_(requires_grad=False).eval()
     if how.pack:
-        pack_linears(head, how.quantization)
-    return head
+        pack_linears(draft, how.quantization)
+    return draft
 
 
 def draft_files(
