@@ -37,14 +37,7 @@ constexpr int EXPERT_ROWS = 1024;  // rows at once, which bounds the scratch mem
 // gate_up [2 * inner], with RELU2 [inner] -> [inner]
 void activate(const Experts& e, const float* gate_up, float* to) {
     const int inner = e.down.in;
-    if (e.activation == RELU2) {
-        for (int i = 0; i < inner; i += LANES) {
-            const int n = std::min(LANES, inner - i);
-            const Vector up = max(load_some(gate_up + i, n), Vector{});
-            store_some(to + i, up * up, n);
-        }
-        return;
-    }
+    if (e.activation == RELU2) return squared_relu(gate_up, inner, to);
     if (e.limit <= 0 || e.alpha <= 0) return gate_mul(gate_up, inner, e.activation, to, e.limit);
     const Vector most = all(e.limit);
     for (int i = 0; i < inner; i += LANES) {

@@ -111,6 +111,7 @@ class LayerStruct(Structure):
         ("gated", c_int32),
         ("by_key_head", c_int32),
         ("factor", c_float),
+        ("added_factor", c_float),
         ("limit", c_float),
         ("cache", CacheStruct),
         ("recurrent", c_void_p),
