@@ -30,6 +30,15 @@ class Mixer(Protocol):
 
 
 @runtime_checkable
+class NativeLayer(Protocol):
+    """A layer that is no `DecoderLayer`, with parts of its own."""
+
+    def native_layer(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+        """For the native kernels; None: they do not compute it."""
+        ...
+
+
+@runtime_checkable
 class FeedForward(Protocol):
     """What a `DecoderLayer` computes after attention."""
 
@@ -57,6 +66,8 @@ def native_decoder(
 
 
 def _native_layer(layer: Any, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+    if isinstance(layer, NativeLayer):
+        return layer.native_layer(rope, local_rope)
     attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
     if not isinstance(attention, Mixer) or not isinstance(mlp, FeedForward):
         return None

@@ -198,6 +198,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **{"kind": "lfm2", "architectures": ["Lfm2MoeForCausalLM"], "num_dense_layers": 1, "conv_bias": True},
         **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     },
+    "Granite 4": {"kind": "granite"},
+    "Granite 4 with experts": {"kind": "granite", "num_local_experts": 5, "intermediate_size": 20},
+    "Nemotron-H": {"kind": "nemotron"},
+    "Bamba": {"kind": "bamba"},
 }
 
 

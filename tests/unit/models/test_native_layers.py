@@ -30,6 +30,10 @@ TARGETS: dict[str, dict[str, Any]] = {
     "Qwen3-Next": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **EXPERTS},
     "LFM2": {"kind": "lfm2"},
     "LFM2-MoE": {"kind": "lfm2", "architectures": ["Lfm2MoeForCausalLM"], "num_dense_layers": 1, **EXPERTS},
+    "Granite 4": {"kind": "granite"},
+    "Granite 4 with experts": {"kind": "granite", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "Nemotron-H": {"kind": "nemotron"},
+    "Bamba": {"kind": "bamba"},
 }
 
 pytestmark = pytest.mark.skipif(

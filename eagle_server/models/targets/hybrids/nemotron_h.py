@@ -20,9 +20,12 @@ from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Attention, Linear, Views, norm_of
 from eagle_server.models.mamba2 import Mamba2, step_limits
 from eagle_server.models.moe import Experts, Router, native_experts
+from eagle_server.models.native_layers import FeedForward, Mixer
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.deepseek import routed_experts
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily, own_layers
 from eagle_server.ops.layers.fused import Rotation, squared_relu
+from eagle_server.ops.native.decoder import FeedForwardWeights, LayerWeights
 from eagle_server.ops.native.experts import NativeExperts
 from eagle_server.ops.recurrent.nodes import RecurrentShape
 
@@ -41,6 +44,11 @@ class UngatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(squared_relu(self.up(x)))
         return y
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """See `FeedForward`."""
+        up, down = self.up.native, self.down.native
+        return None if up is None or down is None else FeedForwardWeights(up, down, activation="relu2")
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.up.weight_views(prefix)
@@ -70,6 +78,11 @@ class UngatedExperts(nn.Module):
         inputs = x if self.narrow is None else self.narrow(x)
         mixed = (self.experts if native is None else native.compute_given)(inputs, chosen, weights)
         return shared + (mixed if self.widen is None else self.widen(mixed))
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """See `FeedForward`. Narrower copies of the input are not in the native call."""
+        shared, native = self.shared.native_weights(), self._native_experts()
+        return None if shared is None or native is None or self.narrow is not None else replace(shared, experts=native)
 
     def _native_experts(self) -> NativeExperts | None:
         if self._native is None:
@@ -114,6 +127,15 @@ class NemotronLayer(nn.Module):
         """See `DecoderLayer`."""
         normed, residual = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
         return self.mixer(normed, rope, attention) if self.mixes_rows else self.mixer(normed), residual
+
+    def native_layer(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+        """See `NativeLayer`."""
+        eps, gain = self.norm.eps, self.norm.gain
+        if isinstance(self.mixer, FeedForward) and not self.mixes_rows:
+            after = self.mixer.native_weights()
+            return None if after is None else LayerWeights(None, after, eps, post_norm=gain)
+        mixer = self.mixer.native_weights(rope, local_rope) if isinstance(self.mixer, Mixer) else None
+        return None if mixer is None else LayerWeights(mixer, None, eps, input_norm=gain)
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}norm.weight", self.norm.weight
