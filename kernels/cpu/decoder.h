@@ -72,6 +72,16 @@ void add_normed_experts(Session& s, const Decoder& d, const Layer& l, const floa
     });
 }
 
+// Adds to y [rows, hidden] what the experts make of a narrower copy of x [rows, hidden], which the router reads.
+void add_narrow_experts(Session& s, const Layer& l, const float* x, int rows, float* y) {
+    const int64_t count = (int64_t)rows * l.narrow.out;
+    float *read = Session::room(s.routed, count), *made = Session::room(s.experts, count);
+    product(s, l.narrow, x, rows, read);
+    memset(made, 0, 4 * count);
+    add_experts(s, l.experts, read, x, rows, made);
+    product(s, l.widen, made, rows, y, true);
+}
+
 // x [rows, qkv.in] -> mixed [rows, o.in], what attention makes of it before its last product; null if `kv_only`: keys and
 // values are written, and no output is computed.
 float* attend_layer(Session& s, const Decoder& d, const Layer& l, const Batch& batch, const float* x, bool kv_only) {
@@ -143,6 +153,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         add_normed(s, d, l, rows, l.mlp_norm, stream, [&](float* to) {
             if (l.gate_up.data) add_mlp(s, l, normed, rows, to);
             if (l.experts.gate_up.data && l.router_norm) add_normed_experts(s, d, l, stream, rows, to);
+            else if (l.narrow.data) add_narrow_experts(s, l, normed, rows, to);
             else if (l.experts.gate_up.data) add_experts(s, l.experts, normed, normed, rows, to);
         });
     }
@@ -183,7 +194,7 @@ bool is_inside(const Decoder& d, const Batch& batch) {
 double decode_nanoseconds(const Decoder& d, const Batch& batch) {
     double expected = 0;
     for (const Layer* l = d.layers; l < d.layers + d.count; l++) {
-        for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->gate_up, &l->down, &l->tail_gate, &l->tail_projection})
+        for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->gate_up, &l->down, &l->narrow, &l->widen, &l->tail_gate, &l->tail_projection})
             if (w->data) expected += nanoseconds(*w, batch.rows);
         if (l->experts.gate_up.data) expected += experts_nanoseconds(l->experts, batch.rows);
         if (l->attends()) expected += attention_nanoseconds(batch, l->cache);

@@ -12,6 +12,7 @@ struct Layer {
     Packed gates;          // of a recurrent layer, b and a; of attention, one number per head; data null: none
     Packed gate_up, down;  // of an MLP, or of shared experts; data null: none
     Experts experts;       // added to it; data null: none
+    Packed narrow, widen;  // before and after the experts, but not the router; data null: none
     Packed tail_gate, tail_projection;  // data null: none
     const float* input_norm;  // null: the input is normed already, and the residual stream is given
     const float* post_norm;   // null: there is neither an MLP nor experts

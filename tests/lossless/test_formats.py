@@ -201,6 +201,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "Granite 4": {"kind": "granite"},
     "Granite 4 with experts": {"kind": "granite", "num_local_experts": 5, "intermediate_size": 20},
     "Nemotron-H": {"kind": "nemotron"},
+    "Nemotron-H with narrow experts": {"kind": "nemotron", "moe_latent_size": 24},
     "Bamba": {"kind": "bamba"},
 }
 

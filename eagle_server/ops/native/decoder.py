@@ -149,6 +149,7 @@ class RecurrentWeights:
 class FeedForwardWeights:
     """What a layer computes after attention: the sum of an MLP and of experts. None: there is none.
 
+    narrow, widen: before and after the experts, but not the router.
     activation: of the MLP, which has no gate with relu2. limit: of its gate and up, see `models.config.SwiGLULimits`.
     gate: [hidden], whose product with the input weighs the MLP, after a sigmoid. The others are gains of Gemma 4's
     norms, through which router and experts read the stream, and through which the outputs of MLP and experts are added;
@@ -158,6 +159,8 @@ class FeedForwardWeights:
     gate_up: Biased | None = None
     down: Biased | None = None
     experts: NativeExperts | None = None
+    narrow: Biased | None = None
+    widen: Biased | None = None
     activation: str = "silu"
     limit: float = 0.0
     gate: Tensor | None = None
@@ -269,6 +272,8 @@ class NativeDecoder:
         linears = {
             "gate_up": after.gate_up,
             "down": after.down,
+            "narrow": after.narrow,
+            "widen": after.widen,
             "tail_gate": layer.tail[0],
             "tail_projection": layer.tail[1],
         }

@@ -88,6 +88,8 @@ class LayerStruct(Structure):
         ("gate_up", PackedStruct),
         ("down", PackedStruct),
         ("experts", ExpertsStruct),
+        ("narrow", PackedStruct),
+        ("widen", PackedStruct),
         ("tail_gate", PackedStruct),
         ("tail_projection", PackedStruct),
         ("input_norm", c_void_p),

@@ -33,6 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "Granite 4": {"kind": "granite"},
     "Granite 4 with experts": {"kind": "granite", "num_local_experts": 5, "num_experts_per_tok": 2},
     "Nemotron-H": {"kind": "nemotron"},
+    "Nemotron-H with narrow experts": {"kind": "nemotron", "moe_latent_size": 24},
     "Bamba": {"kind": "bamba"},
 }
 

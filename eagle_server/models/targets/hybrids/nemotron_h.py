@@ -70,24 +70,25 @@ class UngatedExperts(nn.Module):
         self._native: NativeExperts | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        shared: Tensor = self.shared(x)
-        native = self._native_experts()
-        if native is not None and self.narrow is None:
-            return native(x) + shared
-        chosen, weights = self.router(x)
+        shared, native = self.shared(x), self._native_experts()
         inputs = x if self.narrow is None else self.narrow(x)
-        mixed = (self.experts if native is None else native.compute_given)(inputs, chosen, weights)
-        return shared + (mixed if self.widen is None else self.widen(mixed))
+        mixed: Tensor = self.experts(inputs, *self.router(x)) if native is None else native(inputs, x)
+        y: Tensor = shared + (mixed if self.widen is None else self.widen(mixed))
+        return y
 
     def native_weights(self) -> FeedForwardWeights | None:
-        """See `FeedForward`. Narrower copies of the input are not in the native call."""
-        shared, native = self.shared.native_weights(), self._native_experts()
-        return None if shared is None or native is None or self.narrow is not None else replace(shared, experts=native)
+        """See `FeedForward`."""
+        shared, experts = self.shared.native_weights(), self._native_experts()
+        if shared is None or experts is None:
+            return None
+        narrow, widen = (None if each is None else each.native for each in (self.narrow, self.widen))
+        if self.narrow is not None and (narrow is None or widen is None):
+            return None
+        return replace(shared, experts=experts, narrow=narrow, widen=widen)
 
     def _native_experts(self) -> NativeExperts | None:
         if self._native is None:
-            native = native_experts(self.router, self.experts)
-            self._native = native if native is None or self.narrow is None else replace(native, router=None)
+            self._native = native_experts(self.router, self.experts)
         return self._native
 
     def weight_views(self, prefix: str) -> Views:
