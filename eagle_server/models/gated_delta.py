@@ -21,7 +21,7 @@ from eagle_server.models.layers import Linear, Views
 from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import Rotation
-from eagle_server.ops.native.decoder import DeltaWeights
+from eagle_server.ops.native.decoder import RecurrentWeights
 from eagle_server.ops.native.recurrent import NativeStates
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
@@ -78,14 +78,14 @@ class GatedDeltaNet(nn.Module):
         b, a = _by_kind(gates, shape.key_heads, [shared, shared])
         return torch.cat([q, k, v], dim=1), z, torch.cat([b, a], dim=1)
 
-    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> DeltaWeights | None:
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> RecurrentWeights | None:
         """See `Mixer`."""
         projections, gates, out = self.in_proj.native, self.gates.native, self.out.native
         if self.ranks is not None or projections is None or gates is None or out is None:
             return None
         if not NativeStates.fits(self.shape):
             return None
-        return DeltaWeights(projections, gates, out, self.norm, self.spec, self.by_key_head)
+        return RecurrentWeights(projections, out, self.spec, gates, self.norm, self.by_key_head)
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.in_proj.weight_views(prefix)

@@ -22,7 +22,10 @@ from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import CheckpointError, ModelConfig, RecurrentConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Linear, Views
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import Rotation
+from eagle_server.ops.native.decoder import RecurrentWeights
+from eagle_server.ops.native.recurrent import NativeStates
 from eagle_server.ops.recurrent.nodes import RecurrentLayer, RecurrentShape
 
 NormOrder = Literal["after gate", "before gate"]
@@ -76,6 +79,13 @@ class Mamba2(nn.Module):
         groups = out.unflatten(1, (self.shape.key_heads, -1))
         normed = F.rms_norm(groups, groups.shape[2:], None, self.eps).flatten(1) * self.norm.to(out.dtype)
         return normed * gate if self.norm_first else normed
+
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> RecurrentWeights | None:
+        """See `Mixer`. The native kernels have a norm after the gate alone."""
+        projections, out = self.in_proj.native, self.out.native
+        if projections is None or out is None or self.norm is None or self.norm_first:
+            return None
+        return RecurrentWeights(projections, out, self.spec, norm=self.norm) if NativeStates.fits(self.shape) else None
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.in_proj.weight_views(prefix)

@@ -11,10 +11,10 @@ from eagle_server.models.layers import DecoderLayer, RMSNorm
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.native.decoder import (
     AttentionWeights,
-    DeltaWeights,
     FeedForwardWeights,
     LayerWeights,
     NativeDecoder,
+    RecurrentWeights,
 )
 
 
@@ -24,8 +24,17 @@ class Mixer(Protocol):
 
     def native_weights(
         self, rope: RotaryEmbedding, local_rope: RotaryEmbedding
-    ) -> AttentionWeights | DeltaWeights | None:
+    ) -> AttentionWeights | RecurrentWeights | None:
         """For the native kernels; None: they do not compute it. `local_rope`: of layers with a sliding window."""
+        ...
+
+
+@runtime_checkable
+class NativeLayer(Protocol):
+    """A layer that is no `DecoderLayer`, with parts of its own."""
+
+    def native_layer(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+        """For the native kernels; None: they do not compute it."""
         ...
 
 
@@ -57,10 +66,10 @@ def native_decoder(
 
 
 def _native_layer(layer: Any, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+    if isinstance(layer, NativeLayer):
+        return layer.native_layer(rope, local_rope)
     attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
     if not isinstance(attention, Mixer) or not isinstance(mlp, FeedForward):
-        return None
-    if getattr(layer, "residual_scale", 1.0) != 1:
         return None
     mixer, feed_forward = attention.native_weights(rope, local_rope), mlp.native_weights()
     tail = getattr(layer, "tail", None)
@@ -70,14 +79,15 @@ def _native_layer(layer: Any, rope: RotaryEmbedding, local_rope: RotaryEmbedding
         return None
     is_decoder = isinstance(layer, DecoderLayer)
     return LayerWeights(
-        *(mixer, feed_forward, ends),
+        *(mixer, feed_forward, layer.post_norm.eps),
         input_norm=_gain(layer.input_norm) if is_decoder else None,
         post_norm=layer.post_norm.gain,
         attention_norm=_gain(layer.attention_norm) if is_decoder else None,
         mlp_norm=_gain(layer.mlp_norm) if is_decoder else None,
+        tail=ends,
         tail_norm=None if tail is None else _gain(tail.norm),
+        added_factor=layer.residual_scale if is_decoder else 1.0,
         factor=1.0 if tail is None else float(tail.factor),
-        eps=layer.post_norm.eps,
     )
 
 

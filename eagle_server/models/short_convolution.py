@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear, Views
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import Rotation
+from eagle_server.ops.native.decoder import RecurrentWeights
+from eagle_server.ops.native.recurrent import NativeStates
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 
@@ -45,6 +48,13 @@ class ShortConvolution(nn.Module):
         mixed = attention.recur(inputs, inputs[:, :0], self.spec).flatten(1)
         projected: Tensor = self.out((after.to(mixed.dtype) * mixed).to(x.dtype))
         return projected
+
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> RecurrentWeights | None:
+        """See `Mixer`."""
+        projections, out = self.in_proj.native, self.out.native
+        if projections is None or out is None or not NativeStates.fits(self.shape):
+            return None
+        return RecurrentWeights(projections, out, self.spec)
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.in_proj.weight_views(prefix)

@@ -37,14 +37,7 @@ constexpr int EXPERT_ROWS = 1024;  // rows at once, which bounds the scratch mem
 // gate_up [2 * inner], with RELU2 [inner] -> [inner]
 void activate(const Experts& e, const float* gate_up, float* to) {
     const int inner = e.down.in;
-    if (e.activation == RELU2) {
-        for (int i = 0; i < inner; i += LANES) {
-            const int n = std::min(LANES, inner - i);
-            const Vector up = max(load_some(gate_up + i, n), Vector{});
-            store_some(to + i, up * up, n);
-        }
-        return;
-    }
+    if (e.activation == RELU2) return squared_relu(gate_up, inner, to);
     if (e.limit <= 0 || e.alpha <= 0) return gate_mul(gate_up, inner, e.activation, to, e.limit);
     const Vector most = all(e.limit);
     for (int i = 0; i < inner; i += LANES) {
@@ -194,7 +187,7 @@ template <class Input> void grouped(Team& team, const Experts& e, const Packed& 
 
 void add_experts_of(
     Session& s, const Experts& e, const float* x, const float* routed, int rows, float* y, const int64_t* given, const float* given_weights) {
-    const int count = e.router.out, hidden = e.router.in, inner = e.down.in, k = e.chosen, choices = rows * k;
+    const int count = e.router.out, hidden = e.gate_up.in, inner = e.down.in, k = e.chosen, choices = rows * k;
     float* scores = Session::room(s.logits, given ? 0 : (int64_t)2 * rows * count);
     float* weights = Session::room(s.expert_weights, choices);
     int* chosen = Session::room(s.chosen, choices);
@@ -250,14 +243,14 @@ void add_experts_of(
     });
 }
 
-// Adds to y [rows, hidden] what the experts of each row make of x [rows, hidden]. routed [rows, hidden]: what the router reads.
+// Adds to y [rows, gate_up.in] what the experts of each row make of x [rows, gate_up.in]. routed [rows, router.in]: what the router reads.
 // given, weights [rows, chosen]: the experts of each row, which then no router chooses.
 void add_experts(
     Session& s, const Experts& e, const float* x, const float* routed, int rows, float* y, const int64_t* given = nullptr,
     const float* weights = nullptr) {
     for (int64_t r = 0; r < rows; r += EXPERT_ROWS) {
-        const int64_t at = r * e.router.in, pair = given ? r * e.chosen : 0;
-        add_experts_of(s, e, x + at, routed + at, std::min(EXPERT_ROWS, (int)(rows - r)), y + at, given ? given + pair : nullptr, weights + pair);
+        const int64_t at = r * e.gate_up.in, pair = given ? r * e.chosen : 0;
+        add_experts_of(s, e, x + at, routed + r * e.router.in, std::min(EXPERT_ROWS, (int)(rows - r)), y + at, given ? given + pair : nullptr, weights + pair);
     }
 }
 

@@ -39,7 +39,7 @@ void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* 
 void eagle_experts(Session* s, const Experts* e, const float* x, const float* routed, int rows, float* y) {
     std::lock_guard lock(s->mutex);
     Team::Together together(s->team, experts_nanoseconds(*e, rows));
-    memset(y, 0, (size_t)4 * rows * e->router.in);
+    memset(y, 0, (size_t)4 * rows * e->gate_up.in);
     add_experts(*s, *e, x, routed, rows, y);
 }
 
@@ -52,7 +52,7 @@ int eagle_given_experts(
     Experts these = *e;
     these.chosen = k;
     Team::Together together(s->team, experts_nanoseconds(these, rows));
-    memset(y, 0, (size_t)4 * rows * e->router.in);
+    memset(y, 0, (size_t)4 * rows * e->gate_up.in);
     add_experts(*s, these, x, x, rows, y, chosen, weights);
     return 0;
 }

@@ -64,7 +64,7 @@ std::string layout() {
     }
     {
         using T = Layer;
-        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, gate_up), FIELD(T, down), FIELD(T, experts), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
+        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, gate_up), FIELD(T, down), FIELD(T, experts), FIELD(T, narrow), FIELD(T, widen), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, added_factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
     }
     {
         using T = Decoder;

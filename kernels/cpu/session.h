@@ -48,6 +48,14 @@ void gate_mul(const float* gate_up, int size, int activation, float* to, float l
     }
 }
 
+void squared_relu(const float* up, int size, float* to) {
+    for (int i = 0; i < size; i += LANES) {
+        const int n = std::min(LANES, size - i);
+        const Vector positive = max(load_some(up + i, n), Vector{});
+        store_some(to + i, positive * positive, n);
+    }
+}
+
 constexpr int ROW_TILE = 8;
 
 // `size`: floats of a row.

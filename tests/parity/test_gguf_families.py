@@ -142,7 +142,7 @@ def test_blocks_of_other_families_are_computed_as_they_are(name: str, tmp_path: 
     exact, near, original = logits(directory), logits(directory, pack=True), logits(source)
     assert (near - exact).norm() < 2 * (exact - original).norm()  # inputs are rounded as weights are
     target: Any = load_target(directory, Loading(context=CONTEXT, lookahead=MARGIN, progress=False), dtype="bfloat16")
-    assert target.is_fused == ("lfm2" not in name)
+    assert target.is_fused
     for weight in (each.native[0] for each in target.modules() if isinstance(each, Linear)):
         outputs, inputs = 16 * -(-weight.outputs // 16), 64 * -(-weight.inputs // 64)  # as they are packed
         assert 8 * weight.nbytes < 10 * outputs * inputs

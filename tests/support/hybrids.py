@@ -28,6 +28,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **{**_MAMBA2, "layer_types": [_RECURRENT, _ATTENDS, _RECURRENT, _RECURRENT], "num_local_experts": 0},
         **{"shared_intermediate_size": 64, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
     },
+    "bamba": {
+        "architectures": ["BambaForCausalLM"],
+        **{**_MAMBA2, "attn_layer_indices": [1]},
+    },
     "nemotron": {
         "architectures": ["NemotronHForCausalLM"],
         **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "head_dim": 16, **_EXPERTS},

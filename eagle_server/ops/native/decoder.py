@@ -131,30 +131,36 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
-class DeltaWeights:
-    """What a recurrent layer has in the place of attention, see `models.gated_delta`. norm: [value_dim]."""
+class RecurrentWeights:
+    """What a recurrent layer has in the place of attention, see kernels/cpu/recurrent_layer.h. None: there is none.
+
+    gates, by_key_head: of the delta rule. norm: [value_dim], of ssd [value_heads * value_dim].
+    """
 
     projections: Biased
-    gates: Biased
     out: Biased
-    norm: Tensor
     layer: RecurrentLayer
-    by_key_head: bool
+    gates: Biased | None = None
+    norm: Tensor | None = None
+    by_key_head: bool = False
 
 
 @dataclass(frozen=True)
 class FeedForwardWeights:
     """What a layer computes after attention: the sum of an MLP and of experts. None: there is none.
 
-    activation: of the MLP. limit: of its gate and up, see `models.config.SwiGLULimits`. gate: [hidden], whose product
-    with the input weighs the MLP, after a sigmoid. The others are gains of Gemma 4's norms, through which router and
-    experts read the stream, and through which the outputs of MLP and experts are added; None: experts read what the MLP
-    reads.
+    narrow, widen: before and after the experts, but not the router.
+    activation: of the MLP, which has no gate with relu2. limit: of its gate and up, see `models.config.SwiGLULimits`.
+    gate: [hidden], whose product with the input weighs the MLP, after a sigmoid. The others are gains of Gemma 4's
+    norms, through which router and experts read the stream, and through which the outputs of MLP and experts are added;
+    None: experts read what the MLP reads.
     """
 
     gate_up: Biased | None = None
     down: Biased | None = None
     experts: NativeExperts | None = None
+    narrow: Biased | None = None
+    widen: Biased | None = None
     activation: str = "silu"
     limit: float = 0.0
     gate: Tensor | None = None
@@ -168,16 +174,17 @@ class FeedForwardWeights:
 class LayerWeights:
     """One layer: weights and biases, and gains of norms, as in `models.layers.DecoderLayer`. None: there is none."""
 
-    mixer: AttentionWeights | DeltaWeights
-    feed_forward: FeedForwardWeights
-    tail: tuple[Biased | None, Biased | None]  # gate and projection
-    input_norm: Tensor | None
-    post_norm: Tensor
-    attention_norm: Tensor | None
-    mlp_norm: Tensor | None
-    tail_norm: Tensor | None
-    factor: float  # of the stream after the layer
+    mixer: AttentionWeights | RecurrentWeights | None
+    feed_forward: FeedForwardWeights | None
     eps: float
+    input_norm: Tensor | None = None
+    post_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    tail: tuple[Biased | None, Biased | None] = (None, None)  # gate and projection
+    tail_norm: Tensor | None = None
+    added_factor: float = 1.0  # of what is added to the stream
+    factor: float = 1.0  # of the stream after the layer
 
 
 class NativeDecoder:
@@ -185,7 +192,8 @@ class NativeDecoder:
 
     def __init__(self, layers: Sequence[LayerWeights], norm: Tensor | None) -> None:
         """All norms have the same `eps`, and all angles the same context. Some layer attends."""
-        self.layers, self.hidden = tuple(layers), len(layers[0].post_norm)
+        norms = (layer.post_norm for layer in layers)
+        self.layers, self.hidden = tuple(layers), next(len(each) for each in norms if each is not None)
         self._kept: dict[int, Tensor] = {}
         self._norm = None if norm is None else self._keep(norm)
         attention = next(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionWeights))
@@ -254,15 +262,18 @@ class NativeDecoder:
         if self._states is not states:
             self._states = states
             for struct, layer in zip(self._structs, self.layers, strict=True):
-                if isinstance(layer.mixer, DeltaWeights):
+                if isinstance(layer.mixer, RecurrentWeights):
                     struct.recurrent = states.address(layer.mixer.layer)
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
-        after, mixer = layer.feed_forward, layer.mixer
+        after, mixer = layer.feed_forward or FeedForwardWeights(), layer.mixer
         struct = LayerStruct(activation=ACTIVATIONS.index(after.activation), factor=layer.factor, limit=after.limit)
+        struct.added_factor = layer.added_factor
         linears = {
             "gate_up": after.gate_up,
             "down": after.down,
+            "narrow": after.narrow,
+            "widen": after.widen,
             "tail_gate": layer.tail[0],
             "tail_projection": layer.tail[1],
         }
@@ -277,7 +288,7 @@ class NativeDecoder:
             linears |= {"qkv": mixer.qkv, "gates": mixer.head_gate, "o": mixer.o}
             tensors |= {name: getattr(mixer, name) for name in ("q_norm", "k_norm", "v_norm", "cos", "sin")}
             struct.rotary, struct.gated = mixer.cos.shape[1], mixer.gated
-        else:
+        elif mixer is not None:
             linears |= {"qkv": mixer.projections, "gates": mixer.gates, "o": mixer.out}
             tensors["state_norm"], struct.by_key_head = mixer.norm, mixer.by_key_head
         for name, linear in linears.items():

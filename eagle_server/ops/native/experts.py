@@ -53,7 +53,7 @@ class NativeExperts:
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """x [rows, hidden] -> weighted sums of the experts' outputs [rows, hidden], in the dtype of x.
 
-        routed: what the router reads; None: x.
+        routed: what the router reads, [rows, its inputs]; None: x.
         """
         full, out = floats(x), empty(*x.shape)
         read = full if routed is None else floats(routed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,18 @@ from tests.support.hybrids import hybrid_target
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 24, (40,), generator=torch.Generator().manual_seed(0))
 SHARED = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 40}
-EXPERTS = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, **SHARED}
-TARGETS = {"Qwen3_5ForCausalLM": {}, "Qwen3NextForCausalLM": EXPERTS}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, **SHARED}
+TARGETS: dict[str, dict[str, Any]] = {
+    "Qwen3.5": {},
+    "Qwen3-Next": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **EXPERTS},
+    "LFM2": {"kind": "lfm2"},
+    "LFM2-MoE": {"kind": "lfm2", "architectures": ["Lfm2MoeForCausalLM"], "num_dense_layers": 1, **EXPERTS},
+    "Granite 4": {"kind": "granite"},
+    "Granite 4 with experts": {"kind": "granite", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "Nemotron-H": {"kind": "nemotron"},
+    "Nemotron-H with narrow experts": {"kind": "nemotron", "moe_latent_size": 24},
+    "Bamba": {"kind": "bamba"},
+}
 
 pytestmark = pytest.mark.skipif(
     not available(CPU, torch.float32), reason="needs the native kernels, and so a C++ compiler"
@@ -33,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> TargetModel:
-    model = hybrid_target(architectures=[request.param], **TARGETS[request.param])
+    model = hybrid_target(**TARGETS[request.param])
     pack_linears(model)
     assert model.is_fused
     return model

@@ -19,6 +19,7 @@ from eagle_server.models.mamba2 import with_mamba2
 from eagle_server.models.moe import MixtureOfExperts
 from eagle_server.models.targets.hybrids.bamba import mamba2_or_attention
 from eagle_server.models.targets.interface import TargetFamily
+from eagle_server.ops.native.decoder import FeedForwardWeights
 
 _DEFAULTS = {"mamba_n_heads": 128, "mamba_d_state": 256, "mamba_d_conv": 4, "shared_intermediate_size": 1024}
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # as published files have them
@@ -34,6 +35,11 @@ class SharedAndExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.experts(x) + self.shared(x)
         return y
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """See `FeedForward`."""
+        routed, shared = self.experts.native_weights(), self.shared.native_weights()
+        return None if routed is None or shared is None else replace(shared, experts=routed.experts)
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.experts.router.weight_views(f"{prefix}gate.")

@@ -20,9 +20,12 @@ from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Attention, Linear, Views, norm_of
 from eagle_server.models.mamba2 import Mamba2, step_limits
 from eagle_server.models.moe import Experts, Router, native_experts
+from eagle_server.models.native_layers import FeedForward, Mixer
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.deepseek import routed_experts
 from eagle_server.models.targets.interface import MtpTraits, TargetFamily, own_layers
 from eagle_server.ops.layers.fused import Rotation, squared_relu
+from eagle_server.ops.native.decoder import FeedForwardWeights, LayerWeights
 from eagle_server.ops.native.experts import NativeExperts
 from eagle_server.ops.recurrent.nodes import RecurrentShape
 
@@ -41,6 +44,11 @@ class UngatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(squared_relu(self.up(x)))
         return y
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """See `FeedForward`."""
+        up, down = self.up.native, self.down.native
+        return None if up is None or down is None else FeedForwardWeights(up, down, activation="relu2")
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.up.weight_views(prefix)
@@ -62,19 +70,25 @@ class UngatedExperts(nn.Module):
         self._native: NativeExperts | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        shared: Tensor = self.shared(x)
-        native = self._native_experts()
-        if native is not None and self.narrow is None:
-            return native(x) + shared
-        chosen, weights = self.router(x)
+        shared, native = self.shared(x), self._native_experts()
         inputs = x if self.narrow is None else self.narrow(x)
-        mixed = (self.experts if native is None else native.compute_given)(inputs, chosen, weights)
-        return shared + (mixed if self.widen is None else self.widen(mixed))
+        mixed: Tensor = self.experts(inputs, *self.router(x)) if native is None else native(inputs, x)
+        y: Tensor = shared + (mixed if self.widen is None else self.widen(mixed))
+        return y
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """See `FeedForward`."""
+        shared, experts = self.shared.native_weights(), self._native_experts()
+        if shared is None or experts is None:
+            return None
+        narrow, widen = (None if each is None else each.native for each in (self.narrow, self.widen))
+        if self.narrow is not None and (narrow is None or widen is None):
+            return None
+        return replace(shared, experts=experts, narrow=narrow, widen=widen)
 
     def _native_experts(self) -> NativeExperts | None:
         if self._native is None:
-            native = native_experts(self.router, self.experts)
-            self._native = native if native is None or self.narrow is None else replace(native, router=None)
+            self._native = native_experts(self.router, self.experts)
         return self._native
 
     def weight_views(self, prefix: str) -> Views:
@@ -114,6 +128,15 @@ class NemotronLayer(nn.Module):
         """See `DecoderLayer`."""
         normed, residual = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
         return self.mixer(normed, rope, attention) if self.mixes_rows else self.mixer(normed), residual
+
+    def native_layer(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+        """See `NativeLayer`."""
+        eps, gain = self.norm.eps, self.norm.gain
+        if isinstance(self.mixer, FeedForward) and not self.mixes_rows:
+            after = self.mixer.native_weights()
+            return None if after is None else LayerWeights(None, after, eps, post_norm=gain)
+        mixer = self.mixer.native_weights(rope, local_rope) if isinstance(self.mixer, Mixer) else None
+        return None if mixer is None else LayerWeights(mixer, None, eps, input_norm=gain)
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}norm.weight", self.norm.weight
