@@ -8,7 +8,7 @@
 
 #include "attention_tiles.h"
 
-// About so many ranges are computed by threads of their own if there is too little else to do.
+// Columns of whole pieces in a range, and the most lanes that read a range together.
 constexpr int RANGE = 16 * PIECE, MOST_LANES = 4 * LANES > 64 ? 4 * LANES : 64;
 
 // Pieces [first, end). If `first` is not 0, a window begins in the piece before it.

@@ -18,8 +18,15 @@ class WrappedHead(DraftHead):
         self.algorithm, self.aux_boundaries = head.algorithm, head.aux_boundaries  # type: ignore[misc]
 
     @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    @property
     def draft_vocab_size(self) -> int:
         return self.head.draft_vocab_size
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        self.head.keep_rows(token_map)
 
     def combine(self, features: Tensor) -> Tensor:
         return self.head.combine(features)

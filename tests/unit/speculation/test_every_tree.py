@@ -75,6 +75,8 @@ def medusa(draw: st.DrawFn) -> Tree:
     def heads(features: torch.Tensor, steps: int) -> torch.Tensor:
         return torch.rand(steps, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
+    vocabulary: dict[str, Any] = {"draft_vocab_size": VOCAB, "target_ids": torch.Tensor.long}
+    vars(heads).update(vocabulary)
     proposer = MedusaTree(cast(Any, heads), DrafterSetup(TreeConfig(choices=tree), CPU))
     return proposer.propose(torch.zeros(bs, 1), batch_of(bs, steps=99, nodes=999))
 

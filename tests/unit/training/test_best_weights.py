@@ -17,7 +17,7 @@ from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_tools.training.loop import Job, best_point, train
 from eagle_tools.training.packing import served_length
-from eagle_tools.training.rows.row_set import Row, packed
+from eagle_tools.training.rows.row_set import CutRow, packed
 from eagle_tools.training.tiny import tiny_pair
 from eagle_tools.training.ttt import by_start, teach, ttt_loss
 from tests.unit.training.test_training import small_job
@@ -40,11 +40,11 @@ def test_the_offline_accept_length_is_that_of_the_server(tmp_path: Path) -> None
     llm = LLM(str(pair.target), speculative_draft_model_path=str(pair.draft), **options)
     prompts = [[7 * i % 60, 3, i, 11 + i] for i in range(6)]
     results = llm.generate(prompts, max_tokens=40, temperature=0, ignore_eos=True)
-    rows: list[Row] = []
+    rows: list[CutRow] = []
     cycles = accepted = 0
     for prompt, result in zip(prompts, results, strict=True):
         ids = [*prompt, *result.outputs[0].token_ids]
-        rows.append((np.array(ids), np.arange(len(ids)) >= len(prompt)))
+        rows.append(CutRow(np.array(ids), np.arange(len(ids)) >= len(prompt)))
         assert result.metrics is not None
         cycles += result.metrics.num_spec_steps
         accepted += result.metrics.num_accepted_draft_tokens
