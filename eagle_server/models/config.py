@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -80,57 +81,21 @@ class MLAConfig:
     kv_scale: float = 1.0
 
 
-class KVPlace(NamedTuple):
-    """Which layer of the KV pool a decoder layer uses, and whether it writes it. If not, an earlier layer does."""
+class SharedKV(NamedTuple):
+    """Keys and values that another layer writes: which layer of the KV pool they are, and their shape."""
 
     pool_layer: int
-    writes: bool
+    shape: KVShape
 
 
-@dataclass(frozen=True)
-class Gemma4Config:
-    """What Gemma 4 has beside Gemma 3.
-
-    layer_input_size, layer_input_vocab: of the per-layer embeddings (size 0: none).
-    keys_are_values: in layers without a window.
-    wide_mlp: layers that write no KV have an MLP twice as wide.
-    """
-
-    layer_input_size: int
-    layer_input_vocab: int
-    keys_are_values: bool
-    wide_mlp: bool
+State = KVShape | LatentShape | RecurrentShape | SharedKV
 
 
-@dataclass(frozen=True)
-class NemotronHConfig:
-    """What Nemotron-H has beside Mamba-2.
+class LayerInputSizes(NamedTuple):
+    """Of per-layer embeddings, see `models.layer_inputs`: numbers per token and layer, and tokens."""
 
-    kinds: of each layer: linear_attention, full_attention, mlp or moe.
-    shared_width: of the MLP beside experts. latent_size: of the experts' inputs, 0: hidden_size. mtp_kinds: as kinds,
-    of the layers that are one MTP layer together.
-    """
-
-    kinds: tuple[str, ...]
-    shared_width: int
-    latent_size: int
-    mtp_kinds: tuple[str, ...] = ("full_attention", "moe")
-
-
-@dataclass(frozen=True)
-class FalconH1Config:
-    """What Falcon-H1 has beside Mamba-2: factors on inputs and outputs of attention and Mamba-2, and others.
-
-    ssm: on z, x, B, C and dt. mlp: on the gate and on the output. norm: see `Mamba2`.
-    """
-
-    attention_in: float
-    attention_out: float
-    ssm_in: float
-    ssm_out: float
-    ssm: tuple[float, ...]
-    mlp: tuple[float, ...]
-    norm: Literal["after gate", "before gate"] | None
+    size: int
+    vocab: int
 
 
 @dataclass(frozen=True)
@@ -204,21 +169,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class RecurrentConfig:
-    """Which layers are recurrent, in ascending order, and their sizes.
-
-    attending: the layers that attend; None: those that are not recurrent. bias, conv_bias: whether the projections and
-    the convolution have biases.
-    """
-
-    layers: tuple[int, ...]
-    shape: RecurrentShape
-    attending: tuple[int, ...] | None = None
-    bias: bool = False
-    conv_bias: bool = False
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and flags of a decoder, or of the layers of a draft head.
 
@@ -228,11 +178,10 @@ class ModelConfig:
     context_limit: the longest context that can be asked for, and what it follows from. It is longer than max_position
         with dynamic RoPE alone: a longer context changes the base, and so the texts of all lengths.
     windows: one sliding-window size per layer, 0 for full attention.
-    kv_shapes: of the layers of the KV pool, in order: those that write keys and values. (): every layer does, with
-        num_kv_heads heads of head_dim.
-    kv_places: one per layer; (): layer i writes layer i of the pool.
+    states: what each layer keeps of a text, or reads: KV or a latent for each time that it attends, and a state of its
+        own (one shape in all layers). (): every layer attends once, see `kept`.
+    recurrent_bias, conv_bias: the projections of layers with a state of their own, and their convolutions, have biases.
     layer_heads: query heads of each layer; (): num_heads.
-    attentions: how many times each layer attends, each time over KV of its own.
     sinks: which layers' attention has a sink per head, see `LayerSpec`; None: none has.
     v_head_dim: the size of values in files, if it is less than head_dim: they are padded with zeros. value_scale: what
         values are multiplied by.
@@ -249,7 +198,8 @@ class ModelConfig:
     attention_gate: the output of attention is multiplied by the sigmoid of a gate, which q_proj computes beside q.
     head_gate: the output of each head is multiplied by the sigmoid of one number, which g_proj computes.
     swiglu_limits: one per layer; (): none has limits.
-    recurrent: the layers that have a state per request, most of them in the place of KV; None: all layers attend.
+    layer_inputs: of a model that mixes a second embedding into the stream in each layer.
+    own: what only this family has, a dataclass in its file in targets/.
     has_family: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the
         fields that other modules read are set.
     waits: the first operation of transformers' forward that waits for the device; "": none does.
@@ -276,9 +226,9 @@ class ModelConfig:
     qk_norm: bool = False
     activation: Activation = "silu"
     windows: tuple[int, ...] = ()
-    kv_shapes: tuple[KVShape, ...] = ()
-    kv_places: tuple[KVPlace, ...] = ()
-    attentions: int = 1
+    states: tuple[tuple[State, ...], ...] = ()
+    recurrent_bias: bool = False
+    conv_bias: bool = False
     sinks: Literal["all", "windowed"] | None = None
     v_head_dim: int = 0
     value_scale: float = 1.0
@@ -294,14 +244,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
-    gemma4: Gemma4Config | None = None
+    layer_inputs: LayerInputSizes | None = None
     attention_gate: bool = False
     head_gate: bool = False
     layer_heads: tuple[int, ...] = ()
     swiglu_limits: tuple[SwiGLULimits, ...] = ()
-    recurrent: RecurrentConfig | None = None
-    nemotron_h: NemotronHConfig | None = None
-    falcon_h1: FalconH1Config | None = None
+    own: object = None
     media_token_ids: tuple[int, ...] | None = None
     has_family: bool = True
     waits: str = ""
@@ -312,40 +260,60 @@ class ModelConfig:
         """Of the logits on a GPU. A softcap gives float32, and so may transformers' code."""
         return self.dtype if self.has_family and not self.logits_softcap else torch.float32
 
-    @property
-    def attending(self) -> Sequence[int]:
-        """The layers that attend, in ascending order."""
-        recurrent, layers = self.recurrent, range(self.num_layers)
-        if recurrent is None:
-            return layers
-        attending = recurrent.attending
-        return [each for each in layers if each not in recurrent.layers] if attending is None else attending
-
-    @property
-    def kv_layers(self) -> int:
-        """How many layers have keys and values. They are numbered in this order in the KV pool."""
-        return len(self.attending) if self.recurrent is not None else self.attentions * self.num_layers
-
-    def kv_index(self, layer: int) -> int:
-        """The number of an attention layer in the KV pool, if each writes its own."""
-        return layer if self.recurrent is None else sum(each < layer for each in self.attending)
+    @cached_property
+    def kept(self) -> tuple[tuple[State, ...], ...]:
+        """What each layer keeps: `states`, or num_kv_heads heads of head_dim, or a latent."""
+        own = KVShape(self.num_kv_heads, self.head_dim)
+        latent = None if self.mla is None else LatentShape(self.mla.kv_lora_rank, self.mla.qk_rope_head_dim)
+        return self.states or ((latent or own,),) * self.num_layers
 
     @property
     def pool_layers(self) -> tuple[Shape, ...]:
-        """What each layer of the KV pool keeps of a token, see `kv_shapes`."""
-        if self.mla is not None:
-            return (LatentShape(self.mla.kv_lora_rank, self.mla.qk_rope_head_dim),) * self.kv_layers
-        return self.kv_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.kv_layers
+        """What each layer of the KV pool keeps of a token. They are in the order of the layers that write them."""
+        return tuple(state for states in self.kept for state in states if isinstance(state, KVShape | LatentShape))
+
+    @property
+    def recurrent(self) -> RecurrentShape | None:
+        """The shape of the layers with a state of their own; None: there are none."""
+        return next((state for states in self.kept for state in states if isinstance(state, RecurrentShape)), None)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a state of their own, in the order of the pool of states."""
+        return tuple(layer for layer in range(self.num_layers) if self.is_recurrent(layer))
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has a state of its own."""
+        return any(isinstance(state, RecurrentShape) for state in self.kept[layer])
+
+    def attends(self, layer: int) -> bool:
+        """Whether decoder layer `layer` has keys and values, its own or another layer's."""
+        return any(not isinstance(state, RecurrentShape) for state in self.kept[layer])
+
+    def writes_kv(self, layer: int) -> bool:
+        """Whether decoder layer `layer` attends to keys and values of its own."""
+        return self.attends(layer) and self._shared(layer) is None
+
+    def pool_layer(self, layer: int) -> int:
+        """The layer of the KV pool that decoder layer `layer` attends to; of several the first."""
+        shared = self._shared(layer)
+        before = sum(isinstance(state, KVShape | LatentShape) for states in self.kept[:layer] for state in states)
+        return before if shared is None else shared.pool_layer
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """The shape of the keys and values of decoder layer `layer`; num_kv_heads heads of head_dim if it has none."""
+        shared = self._shared(layer)
+        shapes = [state for state in self.kept[layer] if isinstance(state, KVShape)]
+        return shared.shape if shared is not None else (*shapes, KVShape(self.num_kv_heads, self.head_dim))[0]
 
     def heads_of(self, layer: int) -> int:
         """The query heads of decoder layer `layer`."""
         return self.layer_heads[layer] if self.layer_heads else self.num_heads
 
-    def kv_place(self, layer: int) -> KVPlace:
-        """Where decoder layer `layer` has its keys and values."""
-        return self.kv_places[layer] if self.kv_places else KVPlace(self.kv_index(layer), writes=True)
+    def with_states(self, layers: Collection[int], shape: RecurrentShape) -> ModelConfig:
+        """This config with a recurrent state in the place of KV in these layers."""
+        kept = tuple((shape,) if layer in layers else states for layer, states in enumerate(self.kept))
+        return replace(self, states=kept)
 
-    def kv_shape(self, layer: int) -> KVShape:
-        """The shape of the keys and values of decoder layer `layer`."""
-        own = KVShape(self.num_kv_heads, self.head_dim)
-        return self.kv_shapes[self.kv_place(layer).pool_layer] if self.kv_shapes else own
+    def _shared(self, layer: int) -> SharedKV | None:
+        return next((state for state in self.kept[layer] if isinstance(state, SharedKV)), None)

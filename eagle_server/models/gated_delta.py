@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.config import ModelConfig, RecurrentConfig
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear, Views
 from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
@@ -35,9 +35,10 @@ class GatedDeltaNet(nn.Module):
 
     name = "linear_attn"  # in checkpoints
 
-    def __init__(self, config: ModelConfig, recurrent: RecurrentConfig, layer: int, *, by_key_head: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, by_key_head: bool) -> None:
         super().__init__()
-        shape = self.shape = recurrent.shape
+        assert config.recurrent is not None, "a config with recurrent layers"
+        shape = self.shape = config.recurrent
         hidden, values, self.by_key_head = config.hidden_size, shape.value_heads * shape.value_dim, by_key_head
         heads = shape.value_heads
         projections = [("in_proj_qkv", shape.channels), ("in_proj_z", values)]
@@ -50,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.norm, self.eps = nn.Parameter(torch.ones(shape.value_dim)), config.rms_norm_eps
         self.out = Linear(values, [("out_proj", hidden)])
-        self.index = recurrent.layers.index(layer)
+        self.index = config.recurrent_layers.index(layer)
         self.ranks = config.split.ranks if config.split is not None and config.split.recurrent else None
 
     @property

@@ -28,8 +28,8 @@ class KimiDelta(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         assert config.recurrent is not None, "a config with recurrent layers"
-        shape, hidden = config.recurrent.shape, config.hidden_size
-        self.shape, self.index = shape, config.recurrent.layers.index(layer)
+        shape, hidden = config.recurrent, config.hidden_size
+        self.shape, self.index = shape, config.recurrent_layers.index(layer)
         self.keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
         heads, rank = shape.value_heads, shape.key_dim
         projections = [("q_proj", self.keys), ("k_proj", self.keys), ("v_proj", values), ("b_proj", heads)]

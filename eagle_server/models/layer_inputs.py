@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.models.config import Gemma4Config, ModelConfig
+from eagle_server.models.config import LayerInputSizes, ModelConfig
 from eagle_server.models.layers import Linear, Views, norm_of
 
 
 class LayerInputs(nn.Module):
     """The vectors of all layers, from tokens and their embeddings."""
 
-    def __init__(self, config: ModelConfig, own: Gemma4Config) -> None:
+    def __init__(self, config: ModelConfig, sizes: LayerInputSizes) -> None:
         super().__init__()
-        self.layers, self.size = config.num_layers, own.layer_input_size
-        self.embed = nn.Parameter(torch.empty(own.layer_input_vocab, self.layers * self.size))
+        self.layers, self.size = config.num_layers, sizes.size
+        self.embed = nn.Parameter(torch.empty(sizes.vocab, self.layers * self.size))
         self.projection = Linear(config.hidden_size, [("per_layer_model_projection", self.layers * self.size)])
         self.norm = norm_of(config, self.size)
 

@@ -170,24 +170,24 @@ class Attention(nn.Module):
         value_norm: bool = False,
     ) -> None:
         super().__init__()
-        place = config.kv_place(layer)
+        writes = config.writes_kv(layer)
         self.heads, (self.kv_heads, self.head_dim) = config.heads_of(layer), config.kv_shape(layer)
         self.gated, self.value_eps = config.attention_gate, config.rms_norm_eps if value_norm else None
-        written = () if not place.writes else ("k_proj",) if keys_are_values else ("k_proj", "v_proj")
+        written = () if not writes else ("k_proj",) if keys_are_values else ("k_proj", "v_proj")
         q_rows = self.heads * self.head_dim * (2 if self.gated else 1)
         parts = [("q_proj", q_rows), *((name, self.kv_heads * self.head_dim) for name in written)]
         self.qkv = Linear(in_features, parts, bias=config.qkv_bias)
         self.gate = Linear(in_features, [("g_proj", self.heads)]) if config.head_gate else None
         self.o = Linear(self.heads * self.head_dim, [("o_proj", config.hidden_size)], bias=config.o_bias)
         self.q_norm = norm_of(config, self.head_dim) if config.qk_norm else None
-        self.k_norm = norm_of(config, self.head_dim) if config.qk_norm and place.writes else None
+        self.k_norm = norm_of(config, self.head_dim) if config.qk_norm and writes else None
         self.ranks = config.split.ranks if config.split is not None and config.split.attention else None
         window = config.windows[layer] if config.windows else 0
         scale = config.attention_scale or self.head_dim**-0.5
         has_sinks = config.sinks == "all" or (config.sinks == "windowed" and window > 0)
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32)) if has_sinks else None
         own_heads = self.heads if config.layer_heads else 0
-        self.spec = LayerSpec(place.pool_layer, scale, window, sinks=self.sinks, writes=place.writes, heads=own_heads)
+        self.spec = LayerSpec(config.pool_layer(layer), scale, window, sinks=self.sinks, writes=writes, heads=own_heads)
 
     def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         rows = x.shape[0]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.config import CheckpointError, ModelConfig, RecurrentConfig
+from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Linear, Views
 from eagle_server.models.rope import RotaryEmbedding
@@ -39,20 +39,20 @@ class Mamba2(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, norm: NormOrder | None = "after gate") -> None:
         super().__init__()
         assert config.recurrent is not None, "a config with recurrent layers"
-        recurrent, hidden = config.recurrent, config.hidden_size
-        shape = self.shape = recurrent.shape
+        shape, hidden = config.recurrent, config.hidden_size
+        self.shape = shape
         self.values = shape.value_heads * shape.value_dim
         rows = self.values + shape.channels + shape.gates
-        self.in_proj = Linear(hidden, [("in_proj", rows)], bias=recurrent.bias)
+        self.in_proj = Linear(hidden, [("in_proj", rows)], bias=config.recurrent_bias)
         self.conv = nn.Parameter(torch.empty(shape.channels, shape.kernel))
-        self.conv_bias = nn.Parameter(torch.zeros(shape.channels)) if recurrent.conv_bias else None
+        self.conv_bias = nn.Parameter(torch.zeros(shape.channels)) if config.conv_bias else None
         self.a_log = nn.Parameter(torch.empty(shape.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(shape.value_heads, dtype=torch.float32))
         self.skip = nn.Parameter(torch.empty(shape.value_heads, dtype=torch.float32))
         self.norm = None if norm is None else nn.Parameter(torch.ones(self.values))
         self.norm_first, self.eps = norm == "before gate", config.rms_norm_eps
-        self.out = Linear(self.values, [("out_proj", hidden)], bias=recurrent.bias)
-        self.index = recurrent.layers.index(layer)
+        self.out = Linear(self.values, [("out_proj", hidden)], bias=config.recurrent_bias)
+        self.index = config.recurrent_layers.index(layer)
 
     @property
     def spec(self) -> RecurrentLayer:
@@ -149,5 +149,5 @@ def _limit(value: Any) -> float:
 def with_mamba2(config: ModelConfig, raw: Mapping[str, Any], layers: tuple[int, ...], source: str) -> ModelConfig:
     """`config` with Mamba-2 in these layers, by the keys that Bamba and Granite 4 have."""
     biases = (bool(raw.get("mamba_proj_bias", False)), raw.get("mamba_conv_bias") is not False)
-    recurrent = RecurrentConfig(layers, mamba2_shape(raw, source), bias=biases[0], conv_bias=biases[1])
-    return replace(config, recurrent=recurrent if layers else None)
+    config = replace(config, recurrent_bias=biases[0], conv_bias=biases[1])
+    return config.with_states(layers, mamba2_shape(raw, source))

@@ -29,12 +29,12 @@ class ShortConvolution(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         assert config.recurrent is not None, "a config with recurrent layers"
-        recurrent, hidden = config.recurrent, config.hidden_size
-        self.shape, self.index = recurrent.shape, recurrent.layers.index(layer)
-        self.in_proj = Linear(hidden, [("in_proj", 3 * hidden)], bias=recurrent.bias)
+        hidden, bias = config.hidden_size, config.recurrent_bias
+        self.shape, self.index = config.recurrent, config.recurrent_layers.index(layer)
+        self.in_proj = Linear(hidden, [("in_proj", 3 * hidden)], bias=bias)
         self.conv = nn.Parameter(torch.empty(hidden, self.shape.kernel))
-        self.conv_bias = nn.Parameter(torch.zeros(hidden)) if recurrent.conv_bias else None
-        self.out = Linear(hidden, [("out_proj", hidden)], bias=recurrent.bias)
+        self.conv_bias = nn.Parameter(torch.zeros(hidden)) if config.conv_bias else None
+        self.out = Linear(hidden, [("out_proj", hidden)], bias=bias)
 
     @property
     def spec(self) -> RecurrentLayer:

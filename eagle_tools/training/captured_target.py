@@ -30,8 +30,8 @@ class CapturedTarget(TargetModel):
         self, config: ModelConfig, weights: Mapping[str, Tensor], boundaries: tuple[int, ...], device: str
     ) -> None:
         tied = LM_HEAD not in weights
-        plain = replace(config, num_layers=0, windows=(), kv_shapes=(), kv_places=(), tie_word_embeddings=tied)
-        plain = replace(plain, recurrent=None, gemma4=None, local_rope=None, dtype=torch.float32)
+        plain = replace(config, num_layers=0, windows=(), states=(), tie_word_embeddings=tied)
+        plain = replace(plain, layer_inputs=None, local_rope=None, dtype=torch.float32)
         with created_as(torch.float32, device):
             super().__init__(plain, config.max_position)
         self.config = replace(config, dtype=torch.float32, tie_word_embeddings=tied)

@@ -77,7 +77,7 @@ def build(tmp_path: Path, target: TargetModel, request: pytest.FixtureRequest) -
             recurrent, whole = share.config.recurrent, target.config.recurrent
             assert recurrent is not None
             assert whole is not None
-            assert recurrent.shape.channels * 2 == whole.shape.channels
+            assert recurrent.channels * 2 == whole.channels
             return draft(target)
 
         return split.engine(drafted, engine_config(**{**numbers, **settings}))

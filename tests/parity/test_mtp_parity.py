@@ -257,7 +257,7 @@ def test_pass_k_is_transformers_layer_k(case: str, tmp_path: Path) -> None:
     save_beside(mtp, tmp_path)
     target = load_target(tmp_path, Loading(progress=False), dtype="float32")
     head = load_draft(tmp_path, target, Loading(context=64, progress=False), target_path=tmp_path)
-    assert isinstance(head, MtpHead) and head.num_layers == layers and head.kv.kv_layers == layers
+    assert isinstance(head, MtpHead) and head.num_layers == layers and len(head.kv.pool_layers) == layers
     text = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(3))
     hidden = theirs.model(text[None]).last_hidden_state[0]
     tokens, attention = torch.cat([text[1:], theirs.lm_head(hidden[-1]).argmax()[None]]), _LayersRows(1)

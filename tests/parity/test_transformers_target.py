@@ -164,8 +164,8 @@ def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
 
 def test_the_shapes_of_config_json_are_those_of_the_survey(tmp_path: Path) -> None:
     write(NATIVE["gemma4"], tmp_path)
-    shapes = read_model_config(tmp_path).kv_shapes
-    assert shapes == load(tmp_path).config.kv_shapes
+    shapes = read_model_config(tmp_path).pool_layers
+    assert shapes == load(tmp_path).config.pool_layers
     assert len(shapes) == 4 and len(set(shapes)) == 2, "the last two of six layers write none"
 
 

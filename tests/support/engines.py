@@ -220,9 +220,9 @@ def random_block(target: TargetModel, edges: EdgeConfig | None = None) -> BlockH
 
 def _plain_layers(target: TargetModel, count: int) -> ModelConfig:
     """Layers as wide as the target's, whatever its family."""
-    plain = {"sinks": None, "mla": None, "moe": None, "recurrent": None, "attention_gate": False, "gemma4": None}
+    plain = {"sinks": None, "mla": None, "moe": None, "attention_gate": False, "layer_inputs": None}
     plain |= {"head_gate": False, "layer_heads": (), "swiglu_limits": ()}
-    return replace(target.config, num_layers=count, attentions=1, windows=(), kv_shapes=(), kv_places=(), **plain)
+    return replace(target.config, num_layers=count, windows=(), states=(), **plain)
 
 
 def randomized(model: Any, seed: int, std: float) -> Any:

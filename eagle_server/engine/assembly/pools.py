@@ -29,15 +29,15 @@ def make_states(
     """The states of `requests` requests, whose trees have at most `nodes` nodes. None: no layer is recurrent."""
     if config.recurrent is None:
         return None
-    layers, shape = len(config.recurrent.layers), config.recurrent.shape
-    return StatePool(layers, requests, nodes, shape, config.dtype, device, checkpoints)
+    layers = len(config.recurrent_layers)
+    return StatePool(layers, requests, nodes, config.recurrent, config.dtype, device, checkpoints)
 
 
 def state_bytes(config: ModelConfig, requests: int, nodes: int) -> int:
     """Bytes of `make_states` without checkpoints; 0 if no layer is recurrent."""
     if config.recurrent is None:
         return 0
-    sizes = (len(config.recurrent.layers), config.recurrent.shape, config.dtype)
+    sizes = (len(config.recurrent_layers), config.recurrent, config.dtype)
     return (requests + 1) * (StatePool.bytes_per_request(*sizes) + nodes * StatePool.bytes_per_node(*sizes))
 
 
@@ -58,7 +58,7 @@ class CheckpointPlan:
         """slot_bytes: a slot in all KV pools together. chunk: tokens. None: no layer is recurrent."""
         if config.recurrent is None:
             return None
-        size = StatePool.bytes_per_request(len(config.recurrent.layers), config.recurrent.shape, config.dtype)
+        size = StatePool.bytes_per_request(len(config.recurrent_layers), config.recurrent, config.dtype)
         block, chunks = block_size_of(page_size), math.ceil(size / (slot_bytes * chunk))
         return cls(size, math.ceil(chunk * max(chunks, 1) / block) * block)
 

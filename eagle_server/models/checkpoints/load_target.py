@@ -129,7 +129,7 @@ def _without_unused(stored: Weights, config: ModelConfig) -> Weights:
     Projections and norms of keys and values in layers that write none, and weights of experts that give back their
     input.
     """
-    shared = [layer for layer, place in enumerate(config.kv_places) if not place.writes]
+    shared = [layer for layer in range(config.num_layers) if config.attends(layer) and not config.writes_kv(layer)]
     unused = {f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in ("k_proj", "v_proj", "k_norm")}
     first, count = (config.moe.experts, config.moe.identities) if config.moe is not None else (0, 0)
     identities = tuple(f".mlp.experts.{expert}." for expert in range(first, first + count))
@@ -144,7 +144,7 @@ def _share(
     config: ModelConfig, stored: Weights, directory: Path, ranks: RankGroup, *, cached: bool
 ) -> tuple[ModelConfig, Weights]:
     """What this rank has of the target."""
-    if config.recurrent is not None and config.recurrent.shape.rule != "delta":
+    if config.recurrent is not None and config.recurrent.rule != "delta":
         raise CheckpointError(
             f"{directory}: --tp-size {ranks.size}: the recurrent layers of {config.architecture} are not split over "
             "ranks yet; drop it"
@@ -312,7 +312,7 @@ def _as_stored(config: ModelConfig, stored: Weights, directory: Path) -> tuple[M
     An lm_head that differs from a tied embedding is used, as in transformers.
     """
     raw, source = read_config(directory), str(directory / "config.json")
-    attends_first = config.attending[0] == 0  # in some families recurrent layers have projections of these names
+    attends_first = config.attends(0)  # in some families recurrent layers have projections of these names
     sizes = stored_heads(raw, stored, "model.layers.0.self_attn.", source) if attends_first else {}
     config = read_target_config({**raw, **sizes}, source) if sizes else config
     if MEDIA in raw and "tie_word_embeddings" not in raw:  # the class's default, which differs from wrapper to wrapper

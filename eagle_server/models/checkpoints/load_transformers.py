@@ -25,7 +25,7 @@ from eagle_server.cache.pool import pool_of
 from eagle_server.models.checkpoints.quantized import Rounded, with_dequantized, without_added_biases
 from eagle_server.models.checkpoints.transformers_config import TESTED, check_rope, read_theirs, window_of
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights, open_weights, without_drafts
-from eagle_server.models.config import CheckpointError, KVPlace, ModelConfig
+from eagle_server.models.config import CheckpointError, ModelConfig, SharedKV
 from eagle_server.models.config_json import read_config
 from eagle_server.models.layers import Linear, pack_linears
 from eagle_server.models.targets.transformers import ATTENTION, AttentionCall, TransformersTarget
@@ -204,11 +204,11 @@ def _survey(target: TransformersTarget, theirs: Any) -> None:
     ]
     shape: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab}
     windows = tuple(spec.sliding_window for _, spec in specs)
-    shared = len(shapes) < len(calls) or len(set(shapes)) > 1
-    if shared:
-        shape |= {"kv_shapes": shapes, "kv_places": tuple(KVPlace(spec.index, spec.writes) for _, spec in specs)}
+    states = tuple(
+        (shapes[spec.index] if spec.writes else SharedKV(spec.index, shapes[spec.index]),) for _, spec in specs
+    )
     waits = next(iter(reads.operations), "")
-    target.adopt(specs, replace(target.config, **shape, windows=windows, waits=waits))
+    target.adopt(specs, replace(target.config, **shape, states=states, windows=windows, waits=waits))
 
 
 def _spec(call: AttentionCall, layer: int, theirs: Any) -> LayerSpec:

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from eagle_server.cache.pool import KVShape
 from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights
-from eagle_server.models.config import CheckpointError, ModelConfig, Split
+from eagle_server.models.config import CheckpointError, ModelConfig, SharedKV, Split, State
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.linear.blocks import BlockWeight
 from eagle_server.ops.linear.quantize import QuantizedWeight
+from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER = re.compile(
@@ -46,23 +47,31 @@ _BY_ROWS = (
 def share_of(config: ModelConfig, size: int) -> ModelConfig:
     """Heads and widths of one of `size` ranks. What does not divide stays whole."""
     heads, kv_heads, width, moe = config.num_heads, config.num_kv_heads, config.intermediate_size, config.moe
-    shapes, every = config.kv_shapes, {kv_heads, *(shape.kv_heads for shape in config.kv_shapes)}
-    layer_heads = config.layer_heads
+    layer_heads, recurrent = config.layer_heads, config.recurrent
+    every = {kv_heads, *(shape.kv_heads for shape in config.pool_layers if isinstance(shape, KVShape))}
     divides = config.mla is not None or all(n % size == 0 or size % n == 0 for n in every)
-    if divides and all(n % size == 0 for n in (heads, *layer_heads)):
+    divides = divides and all(n % size == 0 for n in (heads, *layer_heads))
+    if divides:
         heads, kv_heads = heads // size, max(1, kv_heads // size)
         layer_heads = tuple(n // size for n in layer_heads)
-        shapes = tuple(KVShape(max(1, shape.kv_heads // size), shape.head_dim) for shape in shapes)
-    recurrent = config.recurrent
-    if recurrent is not None and recurrent.shape.key_heads % size == 0:
-        keys, values = recurrent.shape.key_heads // size, recurrent.shape.value_heads // size
-        recurrent = replace(recurrent, shape=replace(recurrent.shape, key_heads=keys, value_heads=values))
+    shares = (size if divides else 1, size if recurrent is not None and recurrent.key_heads % size == 0 else 1)
+    states = tuple(tuple(_state_of_one(state, *shares) for state in layer) for layer in config.states)
     if width % size == 0:
         width //= size
     if moe is not None and moe.intermediate_size % size == 0:
         moe = replace(moe, intermediate_size=moe.intermediate_size // size)
     sizes = {"num_heads": heads, "layer_heads": layer_heads, "num_kv_heads": kv_heads, "intermediate_size": width}
-    return replace(config, **sizes, kv_shapes=shapes, moe=moe, recurrent=recurrent)  # type: ignore[arg-type]
+    return replace(config, **sizes, states=states, moe=moe)  # type: ignore[arg-type]
+
+
+def _state_of_one(state: State, kv_shares: int, recurrent_shares: int) -> State:
+    """What one rank has of a layer's KV, or of its state."""
+    if isinstance(state, RecurrentShape):
+        keys, values = state.key_heads // recurrent_shares, state.value_heads // recurrent_shares
+        return replace(state, key_heads=keys, value_heads=values)
+    if isinstance(state, SharedKV):
+        return state._replace(shape=KVShape(max(1, state.shape.kv_heads // kv_shares), state.shape.head_dim))
+    return KVShape(max(1, state.kv_heads // kv_shares), state.head_dim) if isinstance(state, KVShape) else state
 
 
 def split_over(config: ModelConfig, ranks: RankGroup) -> ModelConfig:
@@ -108,7 +117,7 @@ def _own(name: str, tensor: StoredTensor, whole: ModelConfig, split: Split) -> S
         shares = min(size, whole.kv_shape(int(layer)).kv_heads) if part in _KV else size
         return slice_of(tensor, 0, rank * shares // size, shares)
     if is_split and part in _QKV and whole.recurrent is not None:
-        return _rows_of_each(tensor, whole.recurrent.shape.sections, rank, size)
+        return _rows_of_each(tensor, whole.recurrent.sections, rank, size)
     if is_split and part in _OUTPUTS and kind == "weight":
         return slice_of(tensor, 1, rank, size)
     if is_split and part in _OUTPUTS and rank > 0:  # the sum has the bias of rank 0

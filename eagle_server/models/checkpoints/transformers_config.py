@@ -91,7 +91,7 @@ def _config(config: Any, raw: Mapping[str, Any], architecture: str) -> ModelConf
         num_heads=heads,
         num_kv_heads=int(getattr(layer, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(layer, "head_dim", None) or hidden // heads),
-        kv_shapes=_kv_shapes(config) if varies else (),
+        states=_states(config) if varies else (),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         rope=rope,
         max_position=limit[0],
@@ -105,10 +105,12 @@ def _config(config: Any, raw: Mapping[str, Any], architecture: str) -> ModelConf
     )
 
 
-def _kv_shapes(config: Any) -> tuple[KVShape, ...]:
-    """Of the layers that write KV; the last `num_kv_shared_layers` do not. Before the survey, for an estimate."""
-    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers - config.num_kv_shared_layers)]
-    return tuple(KVShape(layer.num_key_value_heads, layer.head_dim) for layer in layers)
+def _states(config: Any) -> tuple[tuple[KVShape, ...], ...]:
+    """What layers keep; the last `num_kv_shared_layers` write no KV. Before the survey, for an estimate."""
+    writing = int(config.num_hidden_layers - config.num_kv_shared_layers)
+    layers = [config.per_layer_config[layer] for layer in range(writing)]
+    kept = [(KVShape(layer.num_key_value_heads, layer.head_dim),) for layer in layers]
+    return (*kept, *[()] * int(config.num_kv_shared_layers))
 
 
 def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:

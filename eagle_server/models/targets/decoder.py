@@ -35,8 +35,8 @@ class TargetModel(nn.Module):
         local = config.local_rope
         self.rope = RotaryEmbedding(config.rope, _head_dim(config, slides=local is None), context)
         self.local_rope = None if local is None else RotaryEmbedding(local, _head_dim(config, slides=True), context)
-        own = config.gemma4
-        self.layer_inputs = None if own is None or not own.layer_input_size else LayerInputs(config, own)
+        inputs = config.layer_inputs
+        self.layer_inputs = None if inputs is None else LayerInputs(config, inputs)
         self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_layers))
         self.norm = norm_of(config, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, [("lm_head", rows)])

@@ -9,11 +9,11 @@ stream (`models.layer_inputs`). Every layer ends with a factor. Experts work bes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_server.cache.pool import KVShape
-from eagle_server.models.config import CheckpointError, Gemma4Config, KVPlace, ModelConfig, MoEConfig
+from eagle_server.models.config import CheckpointError, LayerInputSizes, ModelConfig, MoEConfig, SharedKV, State
 from eagle_server.models.config_json import integer, windows_by_type
 from eagle_server.models.dense_and_experts import DenseAndExperts
 from eagle_server.models.layer_inputs import LayerTail
@@ -47,16 +47,28 @@ _DEFAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Gemma4Config:
+    """What Gemma 4 has beside Gemma 3.
+
+    keys_are_values: in layers without a window.
+    wide_mlp: layers that write no KV have an MLP twice as wide.
+    """
+
+    keys_are_values: bool
+    wide_mlp: bool
+
+
 def gemma4_layer(config: ModelConfig, layer: int) -> DecoderLayer:
     """Decoder layer `layer`."""
-    own = config.gemma4
-    assert own is not None, "Gemma 4's config"
+    own, inputs = config.own, config.layer_inputs
+    assert isinstance(own, Gemma4Config)
     keys_are_values = own.keys_are_values and not config.windows[layer]
     attention = Attention(config, layer, config.hidden_size, keys_are_values=keys_are_values, value_norm=True)
-    wide = own.wide_mlp and not config.kv_place(layer).writes
+    wide = own.wide_mlp and not config.writes_kv(layer)
     dense = GatedMLP(replace(config, intermediate_size=config.intermediate_size * (2 if wide else 1)))
     mlp = dense if config.moe is None else DenseAndExperts(config, config.moe, dense)
-    return DecoderLayer(config, attention, mlp, LayerTail(config, own.layer_input_size))
+    return DecoderLayer(config, attention, mlp, LayerTail(config, 0 if inputs is None else inputs.size))
 
 
 def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -66,15 +78,14 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
     types[-1] = "full_attention"
     windows = windows_by_type({**raw, "layer_types": types}, count, source)
     first_shared = count - int(raw.get("num_kv_shared_layers") or 0)
-    bias = bool(raw.get("attention_bias", False))
+    bias, size = bool(raw.get("attention_bias", False)), int(raw.get("hidden_size_per_layer_input") or 0)
     return replace(
         config,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
         windows=windows,
-        kv_shapes=_shapes(config, raw, windows)[:first_shared],
-        kv_places=_kv_places(windows, first_shared, source),
+        states=_states(_shapes(config, raw, windows), windows, first_shared, source),
         max_position=declared,
         context_limit=(declared, "max_position_embeddings"),
         activation="gelu_tanh",
@@ -82,12 +93,10 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
         attention_scale=1.0,
         embed_scale=config.hidden_size**0.5,
         logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),
-        gemma4=Gemma4Config(
-            layer_input_size=int(raw.get("hidden_size_per_layer_input") or 0),
-            layer_input_vocab=int(raw.get("vocab_size_per_layer_input") or config.vocab_size),
-            keys_are_values=bool(raw.get("attention_k_eq_v")),
-            wide_mlp=bool(raw.get("use_double_wide_mlp")),
-        ),
+        layer_inputs=LayerInputSizes(size, int(raw.get("vocab_size_per_layer_input") or config.vocab_size))
+        if size
+        else None,
+        own=Gemma4Config(bool(raw.get("attention_k_eq_v")), bool(raw.get("use_double_wide_mlp"))),
         moe=_experts(raw, source) if raw.get("enable_moe_block") else None,
     )
 
@@ -123,15 +132,17 @@ def _shapes(config: ModelConfig, raw: Mapping[str, Any], windows: tuple[int, ...
     return tuple(KVShape(int(each["num_key_value_heads"]), int(each["head_dim"])) for each in own)
 
 
-def _kv_places(windows: tuple[int, ...], first_shared: int, source: str) -> tuple[KVPlace, ...]:
+def _states(
+    shapes: tuple[KVShape, ...], windows: tuple[int, ...], first_shared: int, source: str
+) -> tuple[tuple[State, ...], ...]:
     """Layers from `first_shared` on read what the last layer of their kind before it writes."""
-    places = [KVPlace(layer, writes=True) for layer in range(first_shared)]
+    states: list[tuple[State, ...]] = [(shape,) for shape in shapes[:first_shared]]
     for layer in range(first_shared, len(windows)):
         same = [other for other in range(first_shared) if bool(windows[other]) == bool(windows[layer])]
         if not same:
             raise CheckpointError(f"{source}: num_kv_shared_layers: layer {layer} has no layer of its kind to read")
-        places.append(KVPlace(same[-1], writes=False))
-    return tuple(places)
+        states.append((SharedKV(same[-1], shapes[same[-1]]),))
+    return tuple(states)
 
 
 GEMMA4 = TargetFamily("Gemma4ForCausalLM", "gemma4_text", _add_flags, gemma4_layer, _DEFAULTS)

@@ -80,7 +80,7 @@ class DraftedTarget(Protocol):
 def own_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The family's layer, which attends without a window, and has experts if the target has some."""
     moe = None if config.moe is None else replace(config.moe, dense_layers=frozenset())
-    return replace(config, num_layers=count, windows=(), recurrent=None, moe=moe, tie_word_embeddings=False)
+    return replace(config, num_layers=count, windows=(), states=(), moe=moe, tie_word_embeddings=False)
 
 
 def windowed_layers(config: ModelConfig, count: int) -> ModelConfig:
@@ -96,7 +96,8 @@ def windowed_layers(config: ModelConfig, count: int) -> ModelConfig:
         num_kv_heads=shape.kv_heads,
         layer_heads=(),
         windows=(window,) * count,
-        kv_shapes=(shape,) * count,
+        head_dim=shape.head_dim,
+        states=(),
         swiglu_limits=(),
         rope=config.local_rope,
         local_rope=None,

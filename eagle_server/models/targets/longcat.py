@@ -33,9 +33,9 @@ class ShortcutLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         assert config.mla is not None and config.moe is not None, "LongCat's config"
-        mla, halves = config.mla, range(2)
+        mla, halves, first = config.mla, range(2), config.pool_layer(layer)
         self.input_norms = nn.ModuleList(norm_of(config, config.hidden_size) for _ in halves)
-        self.attentions = nn.ModuleList(MLAAttention(config, mla, 2 * layer + half) for half in halves)
+        self.attentions = nn.ModuleList(MLAAttention(config, mla, first + half) for half in halves)
         self.post_norms = nn.ModuleList(norm_of(config, config.hidden_size) for _ in halves)
         self.mlps = nn.ModuleList(GatedMLP(config) for _ in halves)
         self.experts = MixtureOfExperts(config, config.moe)
@@ -104,7 +104,8 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
         scale=float(raw.get("routed_scaling_factor") or 1.0),
         identities=identities,
     )
-    return replace(config, mla=replace(config.mla, q_scale=scales[0], kv_scale=scales[1]), moe=moe, attentions=2)
+    states = tuple(2 * states for states in config.kept)
+    return replace(config, mla=replace(config.mla, q_scale=scales[0], kv_scale=scales[1]), moe=moe, states=states)
 
 
 def _layer(config: ModelConfig, layer: int) -> nn.Module:
@@ -113,7 +114,7 @@ def _layer(config: ModelConfig, layer: int) -> nn.Module:
 
 def _mtp_layers(config: ModelConfig, count: int) -> ModelConfig:
     """They are DeepSeek's layers with an MLP: they attend once and have no experts."""
-    return replace(own_layers(config, count), attentions=1, moe=None)
+    return replace(own_layers(config, count), moe=None)
 
 
 LONGCAT_FLASH = TargetFamily(

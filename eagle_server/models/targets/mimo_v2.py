@@ -40,7 +40,7 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
         qkv_bias=bool(raw.get("attention_bias", False)),
         rms_norm_eps=float(eps),
         windows=windows,
-        kv_shapes=tuple(shapes[window > 0] for window in windows),
+        states=tuple((shapes[window > 0],) for window in windows),
         local_rope=config.local_rope or replace(config.rope, theta=float(local or 10_000.0)),
         sinks="windowed",
         v_head_dim=integer(raw, "v_head_dim", source),

@@ -53,7 +53,7 @@ def target(request: pytest.FixtureRequest) -> TargetModel:
 def states_of(target: TargetModel) -> StatePool:
     recurrent = target.config.recurrent
     assert recurrent is not None
-    pool = StatePool(len(recurrent.layers), 1, 1, recurrent.shape, torch.float32, CPU, checkpoints=2)
+    pool = StatePool(len(target.config.recurrent_layers), 1, 1, recurrent, torch.float32, CPU, checkpoints=2)
     pool.poison()
     return pool
 

@@ -100,14 +100,15 @@ def test_infinite_limits_are_read_as_transformers_writes_them() -> None:
     raw = {**hybrid_config(kind="granite"), "time_step_limit": [0.01, {"__float__": "Infinity"}]}
     recurrent = read_target_config(raw).recurrent
     assert recurrent is not None
-    assert recurrent.shape.steps == (0.01, math.inf)
+    assert recurrent.steps == (0.01, math.inf)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_layers_that_attend_have_consecutive_numbers_in_the_kv_pool(kind: str) -> None:
     config = read_target_config(hybrid_config(kind=kind))
-    assert [config.kv_index(layer) for layer in config.attending] == list(range(config.kv_layers))
-    assert config.kv_layers == {"falcon": 3}.get(kind, 1)
+    attending = [layer for layer in range(config.num_layers) if config.attends(layer)]
+    assert [config.pool_layer(layer) for layer in attending] == list(range(len(config.pool_layers)))
+    assert len(config.pool_layers) == {"falcon": 3}.get(kind, 1)
 
 
 def test_a_convolution_keeps_its_last_inputs_alone() -> None:

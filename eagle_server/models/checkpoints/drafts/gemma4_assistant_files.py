@@ -8,7 +8,7 @@ from typing import Any
 from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
 from eagle_server.models.checkpoints.drafts.draft_loading import filled, shared_weights
 from eagle_server.models.checkpoints.loading import Loading
-from eagle_server.models.config import CheckpointError, KVPlace, ModelConfig
+from eagle_server.models.config import CheckpointError, ModelConfig, SharedKV
 from eagle_server.models.config_json import integer
 from eagle_server.models.drafts.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from eagle_server.models.targets.interface import DraftedTarget
@@ -59,24 +59,24 @@ def assistant_config(files: DraftFiles, target: ModelConfig) -> AssistantConfig:
     last = _last_layers(target)
     for layer in range(assistant.num_layers):
         slides = bool(assistant.windows[layer])
-        shape = target.kv_shapes[last[slides]] if slides in last else None
-        if assistant.kv_shapes[layer] != shape:
+        own, shared = assistant.kv_shape(layer), last.get(slides)
+        if shared is None or own != shared.shape:
             raise CheckpointError(
                 f"{source}: layer {layer} reads {'sliding' if slides else 'global'} layers with (KV heads, size) "
-                f"{tuple(assistant.kv_shapes[layer])}, and the target's have {shape and tuple(shape)}: another target?"
+                f"{tuple(own)}, and the target's have {shared and tuple(shared.shape)}: another target?"
             )
-    places = tuple(KVPlace(last[bool(window)], writes=False) for window in assistant.windows)
+    states = tuple((last[bool(window)],) for window in assistant.windows)
     uses_centroids = bool(raw.get("use_ordered_embeddings"))
     return AssistantConfig(
-        layers=replace(assistant, kv_shapes=target.kv_shapes, kv_places=places, dtype=target.dtype),
+        layers=replace(assistant, states=states, dtype=target.dtype),
         target_hidden_size=hidden,
         centroids=integer(raw, "num_centroids", source, default=2048) if uses_centroids else 0,
         best_centroids=integer(raw, "centroid_intermediate_top_k", source, default=32) if uses_centroids else 0,
     )
 
 
-def _last_layers(target: ModelConfig) -> dict[bool, int]:
-    """The pool's layer that the target's last layer with a window writes (True), and the last one without (False)."""
-    written = [layer for layer in range(target.num_layers) if target.kv_place(layer).writes]
+def _last_layers(target: ModelConfig) -> dict[bool, SharedKV]:
+    """The KV that the target's last layer with a window writes (True), and the last one without (False)."""
+    written = [layer for layer in range(target.num_layers) if target.writes_kv(layer)]
     windows = target.windows or (0,) * target.num_layers
-    return {bool(windows[layer]): target.kv_place(layer).pool_layer for layer in written}
+    return {bool(windows[layer]): SharedKV(target.pool_layer(layer), target.kv_shape(layer)) for layer in written}

@@ -18,8 +18,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_d_state": 256, "
 
 def mamba2_or_attention(config: ModelConfig, layer: int) -> Mamba2 | Attention:
     """What stands in the place of attention in a layer."""
-    is_recurrent = config.recurrent is not None and layer in config.recurrent.layers
-    return Mamba2(config, layer) if is_recurrent else Attention(config, layer, config.hidden_size)
+    return Mamba2(config, layer) if config.is_recurrent(layer) else Attention(config, layer, config.hidden_size)
 
 
 def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:

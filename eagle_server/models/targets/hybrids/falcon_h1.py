@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.config import CheckpointError, FalconH1Config, ModelConfig, RecurrentConfig
+from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP, Views
-from eagle_server.models.mamba2 import Mamba2, mamba2_shape
+from eagle_server.models.mamba2 import Mamba2, NormOrder, mamba2_shape
 from eagle_server.models.targets.interface import TargetFamily
 from eagle_server.ops.layers.fused import Rotation
 
@@ -34,6 +34,22 @@ _FACTORS = {
     "ssm_in": "ssm_in_multiplier",
     "ssm_out": "ssm_out_multiplier",
 }
+
+
+@dataclass(frozen=True)
+class FalconH1Config:
+    """What Falcon-H1 has beside Mamba-2: factors on inputs and outputs of attention and Mamba-2, and others.
+
+    ssm: on z, x, B, C and dt. mlp: on the gate and on the output. norm: see `Mamba2`.
+    """
+
+    attention_in: float
+    attention_out: float
+    ssm_in: float
+    ssm_out: float
+    ssm: tuple[float, ...]
+    mlp: tuple[float, ...]
+    norm: NormOrder | None
 
 
 class ScaledMamba2(Mamba2):
@@ -106,13 +122,7 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
             f"{source}: one of mamba_proj_bias and projectors_bias without the other is not supported"
         )
     width = raw.get("mamba_d_ssm")
-    layers, shape = tuple(range(config.num_layers)), mamba2_shape(raw, source, None if width is None else int(width))
-    bias = bool(raw.get("attention_bias", False))
-    recurrent = RecurrentConfig(
-        *(layers, shape, layers),
-        bias=bool(raw.get("mamba_proj_bias", False)),
-        conv_bias=raw.get("mamba_conv_bias") is not False,
-    )
+    shape, bias = mamba2_shape(raw, source, None if width is None else int(width)), bool(raw.get("attention_bias"))
     return replace(
         config,
         qkv_bias=bias,
@@ -121,8 +131,10 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
         attention_scale=_factor(raw, "key_multiplier", source) / math.sqrt(config.head_dim),
         embed_scale=_factor(raw, "embedding_multiplier", source),
         logits_divisor=1 / _factor(raw, "lm_head_multiplier", source),
-        recurrent=recurrent,
-        falcon_h1=own,
+        states=tuple((*states, shape) for states in config.kept),
+        recurrent_bias=bool(raw.get("mamba_proj_bias", False)),
+        conv_bias=raw.get("mamba_conv_bias") is not False,
+        own=own,
     )
 
 
@@ -141,8 +153,8 @@ def _factors(raw: Mapping[str, Any], key: str, count: int, source: str) -> tuple
 
 
 def _layer(config: ModelConfig, layer: int) -> DecoderLayer:
-    own = config.falcon_h1
-    assert own is not None, "Falcon-H1's config"
+    own = config.own
+    assert isinstance(own, FalconH1Config)
     return DecoderLayer(config, AttentionAndMamba2(config, own, layer), ScaledMLP(config, own))
 
 

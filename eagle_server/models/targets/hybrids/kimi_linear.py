@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from eagle_server.models.config import CheckpointError, ModelConfig, RecurrentConfig, RopeConfig
+from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig
 from eagle_server.models.config_json import integer, recurrent_layers
 from eagle_server.models.kimi_delta import KimiDelta
 from eagle_server.models.layers import DecoderLayer
@@ -43,9 +43,7 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
     if moe is not None:
         moe = replace(moe, dense_layers=_dense_layers(raw, config.num_layers))
     config = with_mla(config, raw, source)
-    return replace(
-        config, rope=RopeConfig("none"), moe=moe, recurrent=RecurrentConfig(layers, shape) if layers else None
-    )
+    return replace(config, rope=RopeConfig("none"), moe=moe).with_states(layers, shape)
 
 
 def _kinds(published: Mapping[str, Any], layers: int, source: str) -> list[str]:
@@ -66,10 +64,8 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
 
 def _layer(config: ModelConfig, layer: int) -> DecoderLayer:
     assert config.mla is not None, "a config with MLA"
-    is_recurrent = config.recurrent is not None and layer in config.recurrent.layers
-    mixer: nn.Module = (
-        KimiDelta(config, layer) if is_recurrent else MLAAttention(config, config.mla, config.kv_index(layer))
-    )
+    attends, pool_layer = config.attends(layer), config.pool_layer(layer)
+    mixer: nn.Module = MLAAttention(config, config.mla, pool_layer) if attends else KimiDelta(config, layer)
     return DecoderLayer(config, mixer, feed_forward(config, layer))
 
 

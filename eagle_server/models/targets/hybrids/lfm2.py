@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eagle_server.models.config import CheckpointError, ModelConfig, MoEConfig, RecurrentConfig
+from eagle_server.models.config import CheckpointError, ModelConfig, MoEConfig
 from eagle_server.models.config_json import integer, recurrent_layers
 from eagle_server.models.layers import Attention, DecoderLayer
 from eagle_server.models.moe import feed_forward
@@ -39,8 +39,7 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
     layers = recurrent_layers(raw.get("layer_types") or regular, config.num_layers, source, "conv")
     kernel, bias = integer(raw, "conv_L_cache", source), bool(raw.get("conv_bias", False))
     shape = RecurrentShape(1, 1, key_dim=0, value_dim=config.hidden_size, kernel=kernel, rule="convolution")
-    recurrent = RecurrentConfig(layers, shape, bias=bias, conv_bias=bias) if layers else None
-    return replace(config, qk_norm=True, recurrent=recurrent)
+    return replace(config, qk_norm=True, recurrent_bias=bias, conv_bias=bias).with_states(layers, shape)
 
 
 def _add_dense_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -80,8 +79,8 @@ def _add_moe_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> 
 
 
 def _layer(config: ModelConfig, layer: int) -> DecoderLayer:
-    is_recurrent = config.recurrent is not None and layer in config.recurrent.layers
-    mixer = ShortConvolution(config, layer) if is_recurrent else Attention(config, layer, config.hidden_size)
+    attends = config.attends(layer)
+    mixer = Attention(config, layer, config.hidden_size) if attends else ShortConvolution(config, layer)
     return DecoderLayer(config, mixer, feed_forward(config, layer))
 
 

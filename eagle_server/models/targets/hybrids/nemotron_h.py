@@ -9,13 +9,13 @@ two of the family's layers, attention and experts. Source: transformers' nemotro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.config import CheckpointError, ModelConfig, NemotronHConfig, RecurrentConfig, RopeConfig
+from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig, State
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import Attention, Linear, Views, norm_of
 from eagle_server.models.mamba2 import Mamba2, step_limits
@@ -31,6 +31,21 @@ from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+@dataclass(frozen=True)
+class NemotronHConfig:
+    """What Nemotron-H has beside Mamba-2.
+
+    kinds: of each layer: linear_attention, full_attention, mlp or moe.
+    shared_width: of the MLP beside experts. latent_size: of the experts' inputs, 0: hidden_size. mtp_kinds: as kinds,
+    of the layers that are one MTP layer together.
+    """
+
+    kinds: tuple[str, ...]
+    shared_width: int
+    latent_size: int
+    mtp_kinds: tuple[str, ...] = ("full_attention", "moe")
 
 
 class UngatedMLP(nn.Module):
@@ -105,8 +120,8 @@ class NemotronLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        own = config.nemotron_h
-        assert own is not None, "Nemotron-H's config"
+        own = config.own
+        assert isinstance(own, NemotronHConfig)
         kind = own.kinds[layer]
         self.norm, self.mixes_rows = norm_of(config, config.hidden_size), kind in _OLDER.values()
         self.mixer: nn.Module
@@ -148,8 +163,8 @@ class NemotronMtpBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        assert config.nemotron_h is not None, "Nemotron-H's config"
-        self.parts = nn.ModuleList(NemotronLayer(config, layer) for layer in range(len(config.nemotron_h.kinds)))
+        assert isinstance(config.own, NemotronHConfig)
+        self.parts = nn.ModuleList(NemotronLayer(config, layer) for layer in range(len(config.own.kinds)))
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: BoundAttention
@@ -188,13 +203,9 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
         rule="ssd",
         steps=step_limits(raw, source),
     )
-    layers, attending = (
-        tuple(layer for layer, each in enumerate(kinds) if each == kind)
-        for kind in ("linear_attention", "full_attention")
-    )
-    if not attending:
+    if "full_attention" not in kinds:
         raise CheckpointError(f"{source}: no layer attends, which is not supported")
-    biases = (bool(raw.get("use_bias", False)), raw.get("use_conv_bias") is not False)
+    kept: dict[str, tuple[State, ...]] = {"linear_attention": (shape,), "full_attention": config.kept[0]}
     moe = None
     if "moe" in kinds:
         fixed = {**raw, "num_hidden_layers": len(kinds), "topk_method": "noaux_tc", "n_shared_experts": 0}
@@ -204,8 +215,10 @@ def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mode
         rope=RopeConfig("none"),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         moe=moe,
-        recurrent=RecurrentConfig(layers, shape, attending, *biases),
-        nemotron_h=NemotronHConfig(
+        states=tuple(kept.get(kind, ()) for kind in kinds),
+        recurrent_bias=bool(raw.get("use_bias", False)),
+        conv_bias=raw.get("use_conv_bias") is not False,
+        own=NemotronHConfig(
             kinds,
             shared_width=integer(raw, "moe_shared_expert_intermediate_size", source, default=1),
             latent_size=int(raw.get("moe_latent_size") or 0),
@@ -233,15 +246,15 @@ def _mtp_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _mtp_layers(config: ModelConfig, count: int) -> ModelConfig:
     """One MTP layer is several of the family's layers, of which one attends."""
-    own = config.nemotron_h
-    assert own is not None, "Nemotron-H's config"
+    own = config.own
+    assert isinstance(own, NemotronHConfig)
     kinds, known = own.mtp_kinds, {"full_attention", "mlp", *(["moe"] if config.moe is not None else [])}
     if count != 1 or not set(kinds) <= known or kinds[:1] != ("full_attention",) or "full_attention" in kinds[1:]:
         raise CheckpointError(
             f"{config.architecture}: {count} MTP layers of {', '.join(kinds)} are not supported, only one of "
             "full_attention, then moe or mlp"
         )
-    return replace(own_layers(config, count), nemotron_h=replace(own, kinds=kinds))
+    return replace(own_layers(config, count), own=replace(own, kinds=kinds))
 
 
 NEMOTRON_H = TargetFamily(

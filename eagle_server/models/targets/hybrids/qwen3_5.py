@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eagle_server.models.config import CheckpointError, ModelConfig, RecurrentConfig
+from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer, recurrent_layers
 from eagle_server.models.gated_delta import GatedDeltaNet
 from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP
@@ -31,9 +31,8 @@ ROTATED = 0.25  # of a head, if config.json does not say it
 
 def hybrid_attention(config: ModelConfig, layer: int, *, by_key_head: bool = False) -> GatedDeltaNet | Attention:
     """What stands in the place of attention in a layer. `by_key_head`: see `GatedDeltaNet`."""
-    recurrent = config.recurrent
-    if recurrent is not None and layer in recurrent.layers:
-        return GatedDeltaNet(config, recurrent, layer, by_key_head=by_key_head)
+    if config.is_recurrent(layer):
+        return GatedDeltaNet(config, layer, by_key_head=by_key_head)
     return Attention(config, layer, config.hidden_size)
 
 
@@ -58,15 +57,8 @@ def hybrid_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Mo
         value_dim=integer(raw, "linear_value_head_dim", source),
         kernel=integer(raw, "linear_conv_kernel_dim", source),
     )
-    return replace(
-        config,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        attention_gate=True,
-        norm_offset=1.0,
-        recurrent=RecurrentConfig(layers, shape) if layers else None,
-    )
+    config = replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True, attention_gate=True, norm_offset=1.0)
+    return config.with_states(layers, shape)
 
 
 def _layer_kinds(config: ModelConfig, raw: Mapping[str, Any], source: str) -> list[str]:
