@@ -137,6 +137,6 @@ class TargetModel(nn.Module):
 
 
 def _head_dim(config: ModelConfig, *, slides: bool) -> int:
-    """The head size of the layers with a sliding window, or without; of the first layer if there are none."""
+    """The head size of the layers with a sliding window, or without; `config.head_dim` if there are none."""
     kinds = [bool(window) == slides for window in config.windows or (0,) * config.num_layers]
-    return config.kv_shape(kinds.index(True) if any(kinds) else 0).head_dim
+    return config.kv_shape(kinds.index(True)).head_dim if any(kinds) else config.head_dim
