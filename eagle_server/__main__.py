@@ -37,7 +37,7 @@ from eagle_server.api.service import Service
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
-from eagle_server.config import Config, changed_options, parse_args
+from eagle_server.config import Config, HubGGUF, changed_options, parse_args
 from eagle_server.config.other_names import OTHER_COMMANDS
 from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, EngineFactory, EngineProtocol, freeze
@@ -116,7 +116,8 @@ def _dry_run(config: Config) -> dict[str, Any]:
         refusal,
     )
 
-    config = as_far_as_known(_with_directory(config))
+    is_here = not any(isinstance(file, HubGGUF) for file in (config.gguf, config.draft_gguf))
+    config = as_far_as_known(_with_directory(config) if is_here else config)
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:
         raise ValueError(reason)

@@ -60,6 +60,26 @@ def hub_snapshot(repository: str, *, allow: Sequence[str], ignore: Sequence[str]
         )
 
 
+def hub_names(repository: str) -> list[str]:
+    """The names of a model's files; without a network of those in the cache.
+
+    Raises:
+        NotCached, HubError: nothing is in the cache, or the hub has no such model.
+    """
+    from huggingface_hub import HfApi
+
+    if why_offline() is not None:
+        cached = hub_snapshot(repository, allow=[], ignore=[])
+        return sorted(str(file.relative_to(cached)) for file in cached.rglob("*") if file.is_file())
+    try:
+        with _in_our_words(repository, "the model"):
+            return sorted(HfApi().list_repo_files(repository))
+    except HubError:
+        raise
+    except Exception as error:  # as in `why_offline`
+        raise HubError(f"{repository}: its files cannot be listed ({_first_line(error)})") from None
+
+
 @cache
 def why_offline() -> str | None:
     """Why only the cache is read; None: the hub answers."""

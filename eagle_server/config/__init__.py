@@ -5,7 +5,7 @@ from that declaration: `SpeculativeSection.num_steps` is `--speculative-num-step
 `EAGLE_SERVER_SPECULATIVE_NUM_STEPS`. No other module reads the environment.
 """
 
-from eagle_server.config.base import ConfigError
+from eagle_server.config.base import ConfigError, HubGGUF
 from eagle_server.config.device import DeviceSection
 from eagle_server.config.observability import ObservabilitySection
 from eagle_server.config.sections import (
@@ -28,6 +28,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DeviceSection",
+    "HubGGUF",
     "ModelSection",
     "ObservabilitySection",
     "SchedulerSection",

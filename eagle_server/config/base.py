@@ -6,7 +6,7 @@ import json
 import re
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -24,14 +24,33 @@ def model_location(value: str) -> str:
     raise ValueError("no such directory, and not a Hugging Face id (owner/name)")
 
 
+class HubGGUF(NamedTuple):
+    """A GGUF file on the Hub. wanted: its name, or the type that it is named after, as Q4_K_M."""
+
+    repository: str
+    wanted: str
+
+
 def weights_location(value: str) -> str:
     path = Path(value).expanduser()
     if gguf_file(path) == path:
         return str(path)
+    if hub_gguf(value) is not None:
+        return value
     try:
         return model_location(value)
     except ValueError:
-        raise ValueError("no such directory or GGUF file, and not a Hugging Face id (owner/name)") from None
+        raise ValueError(
+            "no such directory or GGUF file, and not a Hugging Face id (owner/name, or owner/name:Q4_K_M of GGUF files)"
+        ) from None
+
+
+def hub_gguf(value: str) -> HubGGUF | None:
+    """What owner/name:TYPE, owner/name:FILE.gguf and owner/name/FILE.gguf name; None: something else."""
+    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w./-]+)|/([\w./-]+\.gguf))", value)
+    if found is None or Path(value).expanduser().exists():
+        return None
+    return HubGGUF(found[1], found[2] or found[3])
 
 
 def gguf_file(path: Path) -> Path | None:

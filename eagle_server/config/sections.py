@@ -12,6 +12,7 @@ from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE, UNNAMED
 from eagle_server.config.base import (
     ConfigError,
     Count,
+    HubGGUF,
     ModelLocation,
     Seconds,
     Section,
@@ -20,6 +21,7 @@ from eagle_server.config.base import (
     comma_separated,
     gguf_file,
     gguf_name,
+    hub_gguf,
     local_file,
     proxy_address,
 )
@@ -38,8 +40,9 @@ class ModelSection(Section):
 
     model_path: WeightsLocation | None = Field(
         default=None,
-        description="the target: a Hugging Face id, a local directory or a GGUF file; default: the embedded demo; "
-        "architectures that this package does not implement run on transformers' code",
+        description="the target: a Hugging Face id, a local directory or a GGUF file (on Hugging Face "
+        "owner/name:Q4_K_M or owner/name:FILE.gguf); default: the embedded demo; architectures that this package "
+        "does not implement run on transformers' code",
     )
     tokenizer_path: ModelLocation | None = Field(
         default=None, description="Hugging Face id or directory of the tokenizer; default: the target's"
@@ -293,20 +296,19 @@ class Config(BaseModel):
         path = self.model.model_path
         if self.model.served_model_name or path is None:
             return self.model.served_model_name or "demo"
-        if (file := self.gguf) is not None:
+        if isinstance(file := self.gguf, Path):
             return gguf_name(file)
         return Path(path).resolve().name if Path(path).is_dir() else path
 
     @property
-    def gguf(self) -> Path | None:
+    def gguf(self) -> Path | HubGGUF | None:
         """The GGUF file that holds the target; None: another format does."""
-        return None if self.model.model_path is None else gguf_file(Path(self.model.model_path).expanduser())
+        return _in_gguf(self.model.model_path)
 
     @property
-    def draft_gguf(self) -> Path | None:
+    def draft_gguf(self) -> Path | HubGGUF | None:
         """The GGUF file that holds the draft; None: another format does, or the target's files."""
-        path = self.speculative.draft_model_path
-        return None if path is None else gguf_file(Path(path).expanduser())
+        return _in_gguf(self.speculative.draft_model_path)
 
     def public_dict(self) -> dict[str, Any]:
         """JSON-ready values for logs and /v1/server_info, completed without loading models; never the API key."""
@@ -360,3 +362,7 @@ class Config(BaseModel):
                 f"{needy} needs --speculative-draft-model-path, or a target with {inside.holds} and "
                 f"--speculative-algorithm {inside.name}"
             )
+
+
+def _in_gguf(path: str | None) -> Path | HubGGUF | None:
+    return None if path is None else gguf_file(Path(path).expanduser()) or hub_gguf(path)

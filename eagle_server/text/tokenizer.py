@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import AddedToken
 
-from eagle_server.hub import HubError
+from eagle_server.hub import HubError, hub_names
 from eagle_server.machine import usable_memory
 from eagle_server.text.cuts import PIECE, cuts_of, special_around, splits_at_cuts
 from eagle_server.text.model_files import find_file, read_json
@@ -224,7 +225,17 @@ def load_tokenizer(location: str) -> Tokenizer:
         raise
     except Exception as error:  # tokenizers raises Exception itself
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"no usable tokenizer in {location}: {reason}") from error
+        raise ValueError(f"no usable tokenizer in {location}: {reason}{_gguf_files(location)}") from error
+
+
+def _gguf_files(location: str) -> str:
+    """Advice for a model on the Hub that has GGUF files; "": it has none."""
+    if Path(location).is_dir():
+        return ""
+    found: list[str] = []
+    with suppress(HubError):
+        found = [name for name in hub_names(location) if name.endswith(".gguf")]
+    return f"; it has GGUF files: name one, as {location}:{found[0]}" if found else ""
 
 
 def read_tokenizer_file(location: str) -> tokenizers.Tokenizer:

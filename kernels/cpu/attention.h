@@ -206,8 +206,7 @@ static void attend(
         }
         for (int i = 0; i < At::AT_ONCE && c + i < lanes.end; i += PER) {
             Vector score = found[i / PER];
-            if (cache.softcap > 0)
-                score = cache.softcap * (1.0f - 2.0f / (1.0f + exponential(score * (2.0f / cache.softcap))));
+            if (cache.softcap > 0) score = capped(score, cache.softcap);
             if (c + i < lanes.full_from || c + i + PER > lanes.full_to) {
                 alignas(64) float each[LANES];
                 store(each, score);

@@ -144,7 +144,7 @@ template <int blocks> struct TilePieces {
         if (cache.softcap > 0)
             for (int c = 0; c < PIECE; c++) {
                 const Vector score = load(own + c * LANES_HERE);
-                store(scores + b * TILE + c * LANES_HERE, cache.softcap * (1.0f - 2.0f / (1.0f + exponential(score * (2.0f / cache.softcap)))));
+                store(scores + b * TILE + c * LANES_HERE, capped(score, cache.softcap));
             }
         for (int c = 0; c < PIECE; c++) larger = max(larger, load(own + c * LANES_HERE));
         const Vector kept = chance_of(most[b] - larger);

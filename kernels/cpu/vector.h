@@ -235,6 +235,8 @@ static inline Vector exponential(Vector x) {
     return tiny ? Vector{} : y * power;
 }
 
+// cap * tanh(x / cap).
+static inline Vector capped(Vector x, float cap) { return cap * (1.0f - 2.0f / (1.0f + exponential(x * (2.0f / cap)))); }
 static inline Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }
 
 enum Activation { SILU, GELU_TANH, RELU2 };  // RELU2: relu(x)^2, of experts without a gate

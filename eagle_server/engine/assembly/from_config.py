@@ -13,7 +13,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from eagle_server.algorithms import NONE
-from eagle_server.config import Config
+from eagle_server.config import Config, HubGGUF
 from eagle_server.engine.assembly.assemble import Surroundings, assemble
 from eagle_server.engine.assembly.cores import SharedCores
 from eagle_server.engine.assembly.devices import (
@@ -72,13 +72,15 @@ def with_directory(config: Config) -> Config:
     """`config` with the directories that stand for GGUF files in the files' places, under the target file's name.
 
     Raises:
-        CheckpointError: a file cannot be served.
+        CheckpointError: a file cannot be served, or it is neither here nor on the Hub.
     """
     target, draft = config.gguf, config.draft_gguf
     if target is None and draft is None:
         return config
     from eagle_server.models.checkpoints.gguf.directory import directory_of  # needs the package gguf for these alone
+    from eagle_server.models.checkpoints.gguf.hub_files import hub_model
 
+    target, draft = (hub_model(*file) if isinstance(file, HubGGUF) else file for file in (target, draft))
     changed: dict[str, Any] = {}
     if target is not None:
         directory = directory_of(target, tokenizer=config.model.tokenizer_path is None)
