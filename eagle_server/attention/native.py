@@ -32,7 +32,7 @@ class NativeAttention:
     @classmethod
     def of(cls, pool: Pool) -> NativeAttention | None:
         """None: compiled kernels cannot attend to this pool."""
-        caches = tuple(zip(pool.keys, pool.values, strict=True))
+        caches = tuple(_cache(*pair) for pair in zip(pool.keys, pool.values, strict=True))
         return cls(pool, caches) if all(attends(*pair) for pair in caches) else None
 
     def key_of(self, layout: Layout) -> None:
@@ -58,6 +58,8 @@ class BoundNative(BoundAttention):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
+        if v.shape[2] < k.shape[2]:  # latents
+            return self.native_rows.attend(q, (k, k), layer.index, self._shape(q, layer))[..., : v.shape[2]]
         return self.native_rows.attend(q, (k, v), layer.index, self._shape(q, layer))
 
     def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
@@ -83,3 +85,8 @@ class BoundNative(BoundAttention):
         sinks = None if layer.sinks is None else floats(layer.sinks)
         sizes = (q.shape[1], self.native_rows.caches[layer.index][0].shape[1], q.shape[2])
         return AttentionShape(*sizes, layer.scale, layer.softcap, layer.sliding_window, sinks)
+
+
+def _cache(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values. The values of latents are the first numbers of the keys, which stand for both."""
+    return (keys, keys) if values.data_ptr() == keys.data_ptr() else (keys, values)

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear, Views
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import Rotation
+from eagle_server.ops.native.decoder import RecurrentWeights
+from eagle_server.ops.native.recurrent import NativeStates
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
 
@@ -57,6 +60,13 @@ class KimiDelta(nn.Module):
         gated = normed * self.gate(gate.contiguous()).to(out.dtype).sigmoid().view_as(out)
         projected: Tensor = self.out(gated.to(x.dtype).flatten(1))
         return projected
+
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> RecurrentWeights | None:
+        """See `Mixer`."""
+        projections, decay, gate, out = self.in_proj.native, self.decay.native, self.gate.native, self.out.native
+        if projections is None or decay is None or gate is None or out is None or not NativeStates.fits(self.shape):
+            return None
+        return RecurrentWeights(projections, out, self.spec, decay, self.norm, state_gate=gate)
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.in_proj.weight_views(prefix)

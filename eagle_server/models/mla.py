@@ -22,7 +22,9 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import MLAConfig, ModelConfig
 from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.models.ranks import summed
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.layers.fused import Rotation, apply_rope_pair
+from eagle_server.ops.native.decoder import AttentionShape, AttentionWeights, LatentWeights
 
 _EPS = 1e-6  # eps of the norms in the bottlenecks; rms_norm_eps is for all other norms
 
@@ -60,9 +62,7 @@ class MLAAttention(nn.Module):
             self.q(x).view(rows, self.heads, -1).split_with_sizes([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=2)
         )
         q_pe, k_pe = apply_rope_pair(q_pe, k_pe.unsqueeze(1), rope, interleaved=mla.rope_interleaved)
-        w_uk, w_uv = self.kv_b.view(self.heads, -1, mla.kv_lora_rank).split_with_sizes(
-            [mla.qk_nope_head_dim, mla.v_head_dim], dim=1
-        )
+        w_uk, w_uv = self._halves()
         absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)  # [T, heads, rank]
         latent = self.kv_norm(latent)
         latent = latent if mla.kv_scale == 1 else latent * mla.kv_scale
@@ -70,6 +70,42 @@ class MLAAttention(nn.Module):
         out = attention.run(q, k, k[..., : mla.kv_lora_rank], self.spec)
         values = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, heads, v_head_dim]
         return summed(self.ranks, self.o(values.reshape(rows, -1)))
+
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> AttentionWeights | None:
+        """See `Mixer`."""
+        mla, down, queries, out = self.mla, self.down.native, self.q.native, self.o.native
+        dim = mla.kv_lora_rank + mla.qk_rope_head_dim
+        if self.ranks is not None or down is None or queries is None or out is None or not AttentionShape.fits(dim):
+            return None
+        w_uk, w_uv = self._halves()
+        latent = LatentWeights(
+            queries,
+            absorb=LatentWeights.by_head(w_uk.transpose(1, 2)),
+            values=LatentWeights.by_head(w_uv),
+            eps=_EPS,
+            q_scale=mla.q_scale,
+            kv_scale=mla.kv_scale,
+            interleaved=mla.rope_interleaved,
+        )
+        return AttentionWeights(
+            *(down, out),
+            q_norm=None if self.q_norm is None else self.q_norm.gain,
+            k_norm=self.kv_norm.gain,
+            v_norm=None,
+            gated=False,
+            kv_layer=self.spec.index,
+            cos=rope.cos,
+            sin=rope.sin,
+            shape=AttentionShape(self.heads, 1, dim, self.spec.scale, self.spec.softcap, self.spec.sliding_window),
+            latent=latent,
+        )
+
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """W_UK [heads, nope, rank] and W_UV [heads, v_head_dim, rank]."""
+        mla = self.mla
+        both = self.kv_b.view(self.heads, -1, mla.kv_lora_rank)
+        w_uk, w_uv = both.split_with_sizes([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
+        return w_uk, w_uv
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.down.weight_views(prefix)

@@ -24,10 +24,11 @@ from torch import Tensor
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, Layout, TreeMask
 from eagle_server.attention.recurrent import TreeRows
 from eagle_server.attention.torch_native import torch_native
-from eagle_server.cache.pool import KVPool, pool_of
+from eagle_server.cache.pool import pool_of
 from eagle_server.engine.assembly.pools import make_states
 from eagle_server.models.checkpoints.load_target import created_as
 from eagle_server.models.layers import Linear, pack_linears
+from eagle_server.models.mla import MLAAttention
 from eagle_server.models.moe import ExpertLinear, MixtureOfExperts
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
@@ -102,6 +103,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+    },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -116,7 +135,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 LAYERS = {"qwen3-30b-a3b": 3, "glm-4.5-air": 2, "qwen3.5-0.8b": 24, "gpt-oss-20b": 2}  # that fit memory twice
-LAYERS |= {"granite-4.0-h-1b": 40, "lfm2-1.2b": 16}
+LAYERS |= {"granite-4.0-h-1b": 40, "lfm2-1.2b": 16, "deepseek-v2-lite": 3}
 MX_BLOCK = 32  # inputs that share a scale in MXFP4
 PREFIX, VOCAB = 128, 4096  # tokens before a step, and tokens that rows are drawn from
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' ways to compute experts; the first is its default
@@ -168,8 +187,8 @@ def native_step(model: TargetModel, rows: int) -> tuple[Step, Callable[[Tensor],
     config = model.config
     slots = PREFIX + rows + 1
     pool = pool_of(config.pool_layers, slots, config.dtype, torch.device("cpu"))
-    assert isinstance(pool, KVPool), "no latents among these shapes"
-    pool.groups[0].normal_()
+    for cached in (*pool.keys, *pool.values):
+        cached.normal_()
     attention, requests = torch_native(pool), torch.tensor([0])
     parents = (torch.arange(rows)[None] - 1) // 2  # two children of each node
     depth = rows.bit_length() - 1
@@ -218,7 +237,8 @@ def _must_read(model: TargetModel, tokens: Tensor, positions: Tensor, bound: Bou
         hook.remove()
     routed = {linear for module in experts for linear in module.experts.modules()}
     linears = (module for module in model.layers.modules() if isinstance(module, Linear) and module not in routed)
-    return read[0] + sum(linear.nbytes for linear in linears)
+    latents = (module.kv_b for module in model.modules() if isinstance(module, MLAAttention))
+    return read[0] + sum(linear.nbytes for linear in linears) + sum(weight.nbytes for weight in latents)
 
 
 def transformers_model(shape: str, layers: int, dtype: torch.dtype) -> Any:

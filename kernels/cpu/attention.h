@@ -50,7 +50,7 @@ struct Cache {
     int64_t place(int kv_head, int64_t slot) const { return (kv_head * slots + slot) * head_dim; }
 };
 
-constexpr int LARGEST_HEAD = 512;
+constexpr int LARGEST_HEAD = 640;  // a latent and its rotated part
 // A score is the sum of CLASSES sums: number d of a key is of class d % CLASSES. A vector has the sums of a group of QUARTER
 // lanes.
 constexpr int CLASSES = 4, QUARTER = LANES / CLASSES;

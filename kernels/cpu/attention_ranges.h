@@ -213,16 +213,15 @@ static void attend_all(Team& team, const Attention& a, std::vector<Task>& tasks,
     });
 }
 
-// Store k, v [kv_heads, head_dim] of row `row` in its slot.
+// Store k, v [kv_heads, head_dim] of row `row` in its slot; of latents, whose keys are the values, k alone.
 static void write_row(const Batch& batch, const Cache& cache, int row, const float* k, const float* v) {
     for (int head = 0; head < cache.kv_heads; head++, k += cache.head_dim, v += cache.head_dim) {
         int64_t place = cache.place(head, batch.out_cache_loc[row]);
-        if (cache.is_bf16) {
-            store_bf16((uint16_t*)cache.keys + place, k, cache.head_dim);
-            store_bf16((uint16_t*)cache.values + place, v, cache.head_dim);
-        } else {
-            memcpy((float*)cache.keys + place, k, 4 * cache.head_dim);
-            memcpy((float*)cache.values + place, v, 4 * cache.head_dim);
-        }
+        auto write = [&](void* pool, const float* from) {
+            if (cache.is_bf16) store_bf16((uint16_t*)pool + place, from, cache.head_dim);
+            else memcpy((float*)pool + place, from, 4 * cache.head_dim);
+        };
+        write(cache.keys, k);
+        if (cache.values != cache.keys) write(cache.values, v);
     }
 }

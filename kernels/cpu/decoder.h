@@ -1,6 +1,7 @@
 // Forwards of Llama-like decoders. The reference is eagle_server/models/layers.py.
 #pragma once
 
+#include "latent.h"
 #include "recurrent_layer.h"
 
 namespace {
@@ -142,7 +143,9 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         x = normed;
     }
     if (l.o.data) {
-        const float* mixed = l.recurrent ? recur_layer(s, d, l, rows, x) : attend_layer(s, d, l, batch, x, kv_only);
+        const float* mixed = l.recurrent             ? recur_layer(s, d, l, rows, x)
+                             : l.latent.queries.data ? attend_latent(s, d, l, batch, x, kv_only)
+                                                     : attend_layer(s, d, l, batch, x, kv_only);
         if (kv_only) return;
         add_normed(s, d, l, rows, l.attention_norm, stream, [&](float* to) { product(s, l.o, mixed, rows, to, true); });
     }
@@ -194,7 +197,8 @@ bool is_inside(const Decoder& d, const Batch& batch) {
 double decode_nanoseconds(const Decoder& d, const Batch& batch) {
     double expected = 0;
     for (const Layer* l = d.layers; l < d.layers + d.count; l++) {
-        for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->gate_up, &l->down, &l->narrow, &l->widen, &l->tail_gate, &l->tail_projection})
+        for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->state_gate, &l->latent.queries, &l->latent.absorb, &l->latent.values, &l->gate_up, &l->down, &l->narrow,
+                                &l->widen, &l->tail_gate, &l->tail_projection})
             if (w->data) expected += nanoseconds(*w, batch.rows);
         if (l->experts.gate_up.data) expected += experts_nanoseconds(l->experts, batch.rows);
         if (l->attends()) expected += attention_nanoseconds(batch, l->cache);

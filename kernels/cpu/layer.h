@@ -6,11 +6,24 @@
 
 namespace {
 
+// What latent attention has beside the layer: qkv makes a compressed query, which may lack, and the latent with its rotated part; q_norm and
+// k_norm are of both. Keys and values of the cache are the same.
+struct Latent {
+    Packed queries;       // [heads * (inputs + rotary), ..]; data null: the layer has keys and values
+    Packed absorb;        // [heads * rank, inputs]: of each head W_UK, transposed; each head has rows of zeros up to a multiple of GROUP
+    Packed values;        // [heads * value size, rank]: of each head W_UV; the same
+    float eps;            // of both norms
+    float q_scale, kv_scale;  // on what they give
+    int32_t interleaved;  // whether the pairs (2 i, 2 i + 1) are rotated
+};
+
 struct Layer {
     Packed qkv, o;         // qkv may lack values, which are the keys then, or both: another layer writes the cache; data null:
                            // the layer neither attends nor is recurrent
     Packed gates;          // of a recurrent layer, b and a; of attention, one number per head; data null: none
+    Packed state_gate;     // of a recurrent layer of the rule kda
     Packed gate_up, down;  // of an MLP, or of shared experts; data null: none
+    Latent latent;
     Experts experts;       // added to it; data null: none
     Packed narrow, widen;  // before and after the experts, but not the router; data null: none
     Packed tail_gate, tail_projection;  // data null: none

@@ -2,10 +2,11 @@
 //
 // rule          a row of qkv                      a row of gates  the state's output o becomes
 // delta         q, k, v, z                        b, a            norm(o) * silu(z), by head
+// kda           q, k, v, b, low f, low g          a, made of f    norm(o) * sigmoid(g), by head; g is made of low g
 // ssd           z, values, keys, queries, steps   none            norm(o * silu(z)), by group of heads
 // convolution   before, after, inputs             none            after * o, whose inputs are before * inputs
 //
-// The references are eagle_server/models/gated_delta.py, mamba2.py and short_convolution.py.
+// The references are eagle_server/models/gated_delta.py, kimi_delta.py, mamba2.py and short_convolution.py.
 #pragma once
 
 #include "layer.h"
@@ -35,6 +36,10 @@ void split_row(const Layer& l, const float* from, const float* raw, float* input
     } else if (r.rule == SSD) {
         memcpy(inputs, from + values, sizeof(float) * r.channels());
         memcpy(gates, from + values + r.channels(), sizeof(float) * heads);
+    } else if (r.rule == KDA) {
+        memcpy(inputs, from, sizeof(float) * r.channels());
+        memcpy(gates, from + r.channels(), sizeof(float) * heads);
+        memcpy(gates + heads, raw, sizeof(float) * r.decay_count());
     } else {
         for (int h = 0; h < keys; h++)
             for (int part = 0; part < 2; part++) memcpy(inputs + (part * keys + h) * kd, from + delta_part(l, part, h), 4 * kd);
@@ -46,30 +51,33 @@ void split_row(const Layer& l, const float* from, const float* raw, float* input
     if (r.is_bf16) round_bf16(inputs, r.channels());
 }
 
-// to[i] *= gate[i], or silu(gate[i]) if `activates`.
-void multiply(const float* gate, int size, bool activates, float* to) {
+enum Factor { AS_IT_IS, SILU, LOGISTIC };
+
+// to[i] *= gate[i], or what `factor` makes of it.
+void multiply(const float* gate, int size, Factor factor, float* to) {
     for (int i = 0; i < size; i += LANES) {
         const int n = std::min(LANES, size - i);
-        const Vector factor = load_some(gate + i, n);
-        store_some(to + i, load_some(to + i, n) * (activates ? silu(factor) : factor), n);
+        const Vector raw = load_some(gate + i, n), old = load_some(to + i, n);
+        store_some(to + i, factor == LOGISTIC ? old / (1.0f + exponential(-raw)) : old * (factor == SILU ? silu(raw) : raw), n);
     }
 }
 
-// A row of outputs [value_heads * value_dim], gated by parts of its row of the products, and normed, in place.
+// A row of outputs [value_heads * value_dim], gated by parts of its row of the products, of kda by its gates, and normed, in place.
 void gate_outputs(const Layer& l, float eps, const float* from, float* to) {
     const Recurrent& r = *l.recurrent;
     const int values = r.value_heads * r.value_dim;
-    if (r.rule == CONVOLUTION) return multiply(from + values, values, false, to);
+    if (r.rule == CONVOLUTION) return multiply(from + values, values, AS_IT_IS, to);
     if (r.rule == SSD) {
         const int size = values / r.key_heads;
-        multiply(from, values, true, to);
+        multiply(from, values, SILU, to);
         for (int i = 0; i < values; i += size) rms_norm(to + i, l.state_norm + i, eps, size, to + i);
         return;
     }
     for (int h = 0; h < r.value_heads; h++) {
         float* head = to + h * r.value_dim;
         rms_norm(head, l.state_norm, eps, r.value_dim, head);
-        multiply(from + delta_part(l, 3, h), r.value_dim, true, head);
+        if (r.rule == KDA) multiply(from + h * r.value_dim, r.value_dim, LOGISTIC, head);
+        else multiply(from + delta_part(l, 3, h), r.value_dim, SILU, head);
     }
 }
 
@@ -81,13 +89,23 @@ float* recur_layer(Session& s, const Decoder& d, const Layer& l, int rows, const
     float *projected = Session::room(s.both, rows * width), *raw = Session::room(s.q, rows * raw_width);
     float *inputs = Session::room(s.v, rows * channels), *gates = Session::room(s.gates, (int64_t)rows * r.gates());
     product(s, l.qkv, x, rows, projected);
-    if (raw_width) product(s, l.gates, x, rows, raw);
+    const bool is_kda = r.rule == KDA;
+    // Low f (0) or low g (1) of all rows.
+    auto low = [&](int part) {
+        float* to = Session::room(s.routed, (int64_t)rows * r.key_dim);
+        for (int row = 0; row < rows; row++)
+            memcpy(to + (int64_t)row * r.key_dim, projected + row * width + channels + r.value_heads + part * r.key_dim, 4 * r.key_dim);
+        return to;
+    };
+    if (raw_width) product(s, l.gates, is_kda ? low(0) : x, rows, raw);
     for_rows(s.team, rows, (int)width, [&](int row) {
         split_row(l, projected + row * width, raw + row * raw_width, inputs + row * channels, gates + (int64_t)row * r.gates());
     });
     float* mixed = Session::room(s.mixed, (int64_t)rows * values);
     recur(s, r, d.sequences, d.groups, inputs, gates, mixed);
-    for_rows(s.team, rows, 4 * values, [&](int row) { gate_outputs(l, d.eps, projected + row * width, mixed + (int64_t)row * values); });
+    float* own = is_kda ? Session::room(s.activated, (int64_t)rows * values) : projected;
+    if (is_kda) product(s, l.state_gate, low(1), rows, own);
+    for_rows(s.team, rows, 4 * values, [&](int row) { gate_outputs(l, d.eps, own + row * (is_kda ? values : width), mixed + (int64_t)row * values); });
     return mixed;
 }
 

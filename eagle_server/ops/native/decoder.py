@@ -8,22 +8,24 @@ from ctypes import byref, c_int32, c_void_p
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops.native.experts import ACTIVATIONS, NativeExperts
 from eagle_server.ops.native.library import available, check_inside, empty, floats, functions, pointer, session
-from eagle_server.ops.native.linear import Biased
+from eagle_server.ops.native.linear import OUTPUTS_TOGETHER, Biased, NativeWeight
 from eagle_server.ops.native.recurrent import NativeSequences, NativeStates, structs_of
 from eagle_server.ops.native.structs import (
     BatchStruct,
     CacheStruct,
     DecoderStruct,
+    LatentStruct,
     LayerStruct,
     PackedStruct,
 )
 from eagle_server.ops.recurrent.nodes import RecurrentLayer
 
-_LARGEST_HEAD = 512
+_LARGEST_HEAD = 640  # in kernels/cpu/attention.h
 _ROWS_DTYPES = [torch.int64, torch.int32, torch.int64, torch.int64, torch.int32, torch.bool, torch.int64, torch.int64]
 
 
@@ -110,11 +112,40 @@ class NativeRows:
 
 
 @dataclass(frozen=True)
+class LatentWeights:
+    """What latent attention has beside qkv, which makes a compressed query and the latent, see kernels/cpu/latent.h.
+
+    absorb, values: of each head W_UK transposed [rank, inputs] and W_UV [value size, rank], see `by_head`.
+    eps: of q_norm and k_norm, which are of the compressed query and of the latent. interleaved: see `MLAConfig`.
+    """
+
+    queries: Biased
+    absorb: NativeWeight
+    values: NativeWeight
+    eps: float
+    q_scale: float
+    kv_scale: float
+    interleaved: bool
+
+    @staticmethod
+    def by_head(weights: Tensor) -> NativeWeight:
+        """Weights of heads, [heads, out, in], one below the other. Each head begins with a group of outputs."""
+        padded = F.pad(weights.detach(), (0, 0, 0, -weights.shape[1] % OUTPUTS_TOGETHER))
+        return NativeWeight(padded.flatten(0, 1))
+
+    def struct(self) -> LatentStruct:
+        """This object must outlive it."""
+        weights = (self.queries[0].struct(None), self.absorb.struct(None), self.values.struct(None))
+        return LatentStruct(*weights, self.eps, self.q_scale, self.kv_scale, int(self.interleaved))
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """The attention of a layer before and after its sums. None: there is none.
 
     gated: a head's query in qkv is followed by its gate. kv_layer: of the pool. cos, sin: float32 [context,
-    rotary_dim], the first half of the sine negated. head_gate: of one number per head.
+    rotary_dim], the first half of the sine negated. head_gate: of one number per head. latent: None: the layer has keys
+    and values.
     """
 
     qkv: Biased
@@ -128,13 +159,15 @@ class AttentionWeights:
     sin: Tensor
     shape: AttentionShape
     head_gate: Biased | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True)
 class RecurrentWeights:
     """What a recurrent layer has in the place of attention, see kernels/cpu/recurrent_layer.h. None: there is none.
 
-    gates, by_key_head: of the delta rule. norm: [value_dim], of ssd [value_heads * value_dim].
+    gates, by_key_head: of the delta rule; of kda what makes decays. state_gate: of kda. norm: [value_dim], of ssd
+    [value_heads * value_dim].
     """
 
     projections: Biased
@@ -143,6 +176,7 @@ class RecurrentWeights:
     gates: Biased | None = None
     norm: Tensor | None = None
     by_key_head: bool = False
+    state_gate: Biased | None = None
 
 
 @dataclass(frozen=True)
@@ -288,8 +322,10 @@ class NativeDecoder:
             linears |= {"qkv": mixer.qkv, "gates": mixer.head_gate, "o": mixer.o}
             tensors |= {name: getattr(mixer, name) for name in ("q_norm", "k_norm", "v_norm", "cos", "sin")}
             struct.rotary, struct.gated = mixer.cos.shape[1], mixer.gated
+            if mixer.latent is not None:
+                struct.latent = mixer.latent.struct()
         elif mixer is not None:
-            linears |= {"qkv": mixer.projections, "gates": mixer.gates, "o": mixer.out}
+            linears |= {"qkv": mixer.projections, "gates": mixer.gates, "state_gate": mixer.state_gate, "o": mixer.out}
             tensors["state_norm"], struct.by_key_head = mixer.norm, mixer.by_key_head
         for name, linear in linears.items():
             setattr(struct, name, self._packed(linear))

@@ -16,7 +16,7 @@ from eagle_server.ops.native.structs import PackedStruct
 
 _FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4, _MXFP4, _GGUF = range(7)  # Kind in packed.h
 _KINDS: dict[Quantization, int] = {"int8": _INT8, "int4": _INT4, "mxfp4": _MXFP4}
-_GROUP = 16  # outputs that are packed together
+OUTPUTS_TOGETHER = 16  # outputs that are packed together
 _BLOCK_GROUP = 32  # inputs of a row that share a scale, where weights are in blocks
 CACHE_LINE = 64  # bytes
 
@@ -61,7 +61,7 @@ class NativeWeight:
         self._order = None if weight.order is None else weight.order.to("cpu", torch.int32)
         (outputs, self.inputs), places, formats = weight.shape, [0], []
         for part in weight.parts:
-            number, groups = FORMATS[part.format].number, -(-len(part.blocks) // _GROUP)
+            number, groups = FORMATS[part.format].number, -(-len(part.blocks) // OUTPUTS_TOGETHER)
             size = functions().eagle_block_bytes(number, self.inputs)
             places += [places[-1] + (group + 1) * size for group in range(groups)]
             formats += [number] * groups
@@ -73,7 +73,7 @@ class NativeWeight:
             self._places, self._formats = all_places[first:], all_formats[first:]
             shape = self._struct(None, None)
             functions().eagle_pack(session(), byref(shape), pointer(blocks), pointer(self.data[places[first] :]))
-            first += -(-self.outputs // _GROUP)
+            first += -(-self.outputs // OUTPUTS_TOGETHER)
         self._places, self._formats, self.outputs = all_places, all_formats, outputs
 
     @classmethod
@@ -96,7 +96,7 @@ class NativeWeight:
         weight._kind, weight._group, weight._places, weight._formats = _KINDS[quantization], group, None, None
         weight._order = None
         weight.outputs, weight.inputs = shape
-        padded = (-(-weight.inputs // group), -(-weight.outputs // _GROUP) * _GROUP)
+        padded = (-(-weight.inputs // group), -(-weight.outputs // OUTPUTS_TOGETHER) * OUTPUTS_TOGETHER)
         packed = functions().eagle_packed_bytes(byref(weight._struct(None, None)))
         groups = [zeros] if weight._kind == _MXFP4 or scales is None else [zeros, scales]
         if (scales is None) != (weight._kind == _MXFP4) or data.nbytes != packed:
@@ -110,14 +110,16 @@ class NativeWeight:
 
     def rows_from(self, first: int) -> NativeWeight:
         """The outputs from `first` on, a multiple of 16, over the same memory."""
-        assert first % _GROUP == 0, "outputs are packed by 16"
+        assert first % OUTPUTS_TOGETHER == 0, "outputs are packed by 16"
         rest = copy(self)
         rest.outputs = self.outputs - first
         if self._places is not None and self._formats is not None:  # places stay those in all of `data`
-            rest._places, rest._formats = (table[first // _GROUP :] for table in (self._places, self._formats))
+            rest._places, rest._formats = (
+                table[first // OUTPUTS_TOGETHER :] for table in (self._places, self._formats)
+            )
             return rest
-        groups = -(-self.outputs // _GROUP)
-        rest.data = self.data[self.data.nbytes // groups * (first // _GROUP) :]
+        groups = -(-self.outputs // OUTPUTS_TOGETHER)
+        rest.data = self.data[self.data.nbytes // groups * (first // OUTPUTS_TOGETHER) :]
         rest.scales, rest.zeros = (x if x is None else x[:, first:].contiguous() for x in (self.scales, self.zeros))
         return rest
 
@@ -125,7 +127,7 @@ class NativeWeight:
         """The first `count` outputs, over the same memory. Rounded weights have a copy of the scales."""
         begin = copy(self)
         begin.outputs = count
-        padded = -(-count // _GROUP) * _GROUP
+        padded = -(-count // OUTPUTS_TOGETHER) * OUTPUTS_TOGETHER
         begin.scales, begin.zeros = (x if x is None else x[:, :padded].contiguous() for x in (self.scales, self.zeros))
         return begin
 
@@ -177,7 +179,7 @@ class NativeWeight:
 
 def packable(weight: BlockWeight) -> bool:
     """Whether a weight can be packed: 16 outputs have one format."""
-    return all(len(part.blocks) % _GROUP == 0 for part in weight.parts[:-1])
+    return all(len(part.blocks) % OUTPUTS_TOGETHER == 0 for part in weight.parts[:-1])
 
 
 Biased = tuple[NativeWeight, Tensor | None]  # a weight and its bias
@@ -185,7 +187,7 @@ Biased = tuple[NativeWeight, Tensor | None]  # a weight and its bias
 
 def _padded(values: Tensor) -> Tensor:
     """[groups, out], padded to whole groups of outputs."""
-    return F.pad(values, (0, -values.shape[1] % _GROUP)).contiguous()
+    return F.pad(values, (0, -values.shape[1] % OUTPUTS_TOGETHER)).contiguous()
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:

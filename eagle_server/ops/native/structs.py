@@ -80,13 +80,27 @@ class ExpertsStruct(Structure):
     )
 
 
+class LatentStruct(Structure):
+    _fields_ = (
+        ("queries", PackedStruct),
+        ("absorb", PackedStruct),
+        ("values", PackedStruct),
+        ("eps", c_float),
+        ("q_scale", c_float),
+        ("kv_scale", c_float),
+        ("interleaved", c_int32),
+    )
+
+
 class LayerStruct(Structure):
     _fields_ = (
         ("qkv", PackedStruct),
         ("o", PackedStruct),
         ("gates", PackedStruct),
+        ("state_gate", PackedStruct),
         ("gate_up", PackedStruct),
         ("down", PackedStruct),
+        ("latent", LatentStruct),
         ("experts", ExpertsStruct),
         ("narrow", PackedStruct),
         ("widen", PackedStruct),
@@ -286,6 +300,7 @@ _STRUCTS = (
     BatchStruct,
     CacheStruct,
     ExpertsStruct,
+    LatentStruct,
     LayerStruct,
     DecoderStruct,
     ScoringStruct,

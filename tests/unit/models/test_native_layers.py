@@ -35,6 +35,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "Nemotron-H": {"kind": "nemotron"},
     "Nemotron-H with narrow experts": {"kind": "nemotron", "moe_latent_size": 24},
     "Bamba": {"kind": "bamba"},
+    "Kimi Linear": {"kind": "kimi"},
 }
 
 pytestmark = pytest.mark.skipif(
