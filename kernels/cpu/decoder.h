@@ -142,16 +142,22 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         x = normed;
     }
     if (l.o.data) {
-        const float* mixed = l.recurrent ? recur_layer(s, d, l, rows, x) : attend_layer(s, d, l, batch, x, kv_only);
-        if (kv_only) return;
-        add_normed(s, d, l, rows, l.attention_norm, stream, [&](float* to) { product(s, l.o, mixed, rows, to, true); });
+        auto mixed = [&](const float* from) { return l.recurrent ? recur_layer(s, d, l, rows, from) : attend_layer(s, d, l, batch, from, kv_only); };
+        if (kv_only) {
+            mixed(x);
+            return;
+        }
+        add_normed(s, d, l, rows, l.attention_norm, stream, [&](float* to) {
+            convolved(s, l.attention_convolution, batch, x, to, [&](const float* from, float* y) { product(s, l.o, mixed(from), rows, y, true); });
+        });
     }
     if (l.post_norm) {
         for_rows(s.team, rows, hidden, [&](int r) {
             rms_norm(stream + (int64_t)r * hidden, l.post_norm, d.eps, hidden, normed + (int64_t)r * hidden);
         });
         add_normed(s, d, l, rows, l.mlp_norm, stream, [&](float* to) {
-            if (l.gate_up.data) add_mlp(s, l, normed, rows, to);
+            if (l.gate_up.data)
+                convolved(s, l.mlp_convolution, batch, normed, to, [&](const float* from, float* y) { add_mlp(s, l, from, rows, y); });
             if (l.experts.gate_up.data && l.router_norm) add_normed_experts(s, d, l, stream, rows, to);
             else if (l.narrow.data) add_narrow_experts(s, l, normed, rows, to);
             else if (l.experts.gate_up.data) add_experts(s, l.experts, normed, normed, rows, to);
@@ -194,7 +200,7 @@ bool is_inside(const Decoder& d, const Batch& batch) {
 double decode_nanoseconds(const Decoder& d, const Batch& batch) {
     double expected = 0;
     for (const Layer* l = d.layers; l < d.layers + d.count; l++) {
-        for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->gate_up, &l->down, &l->narrow, &l->widen, &l->tail_gate, &l->tail_projection})
+        for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->gate_up, &l->down, &l->narrow, &l->widen, &l->tail_gate, &l->tail_projection, &l->attention_convolution.projection, &l->mlp_convolution.projection})
             if (w->data) expected += nanoseconds(*w, batch.rows);
         if (l->experts.gate_up.data) expected += experts_nanoseconds(l->experts, batch.rows);
         if (l->attends()) expected += attention_nanoseconds(batch, l->cache);

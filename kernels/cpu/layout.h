@@ -63,8 +63,12 @@ std::string layout() {
         text += described<T>("Experts", {FIELD(T, router), FIELD(T, gate_up), FIELD(T, down), FIELD(T, correction), FIELD(T, factors), FIELD(T, identities), FIELD(T, adds_identities), FIELD(T, chosen), FIELD(T, groups), FIELD(T, chosen_groups), FIELD(T, group_best), FIELD(T, scores), FIELD(T, normalize), FIELD(T, activation), FIELD(T, scale), FIELD(T, limit), FIELD(T, alpha)});
     }
     {
+        using T = Convolution;
+        text += described<T>("Convolution", {FIELD(T, projection), FIELD(T, base), FIELD(T, taps), FIELD(T, group)});
+    }
+    {
         using T = Layer;
-        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, gate_up), FIELD(T, down), FIELD(T, experts), FIELD(T, narrow), FIELD(T, widen), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, added_factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
+        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, gate_up), FIELD(T, down), FIELD(T, experts), FIELD(T, narrow), FIELD(T, widen), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, attention_convolution), FIELD(T, mlp_convolution), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, added_factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
     }
     {
         using T = Decoder;

@@ -67,6 +67,7 @@ QUICK = {
     (MOE, "int4"),
     ("NEXTN of GLM", "bfloat16"),
     ("DFLASH", "int8"),
+    ("DFLASH 2", "int4"),
     ("PEAGLE", "bfloat16"),
     ("PEAGLE", "int8"),
 }

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
+from eagle_server.ops.native.decoder import ConvolutionWeights
 
 CANDIDATES = 16  # of a row, among which a selector chooses, unless stated: they hold the right token in 99.5 %
 EdgeKind = Literal["selector", "vanilla", "gated", "rnn", "gru"]
@@ -191,6 +192,11 @@ class LocalConvolution(nn.Module):
         dynamic = self.projection(x).unflatten(1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
         before, after = (self.base + dynamic).unbind(1)
         return before, after
+
+    def native_weights(self) -> ConvolutionWeights | None:
+        """For the native kernels; None: they do not compute it."""
+        projection = self.projection.native
+        return None if projection is None else ConvolutionWeights(projection, self.base, self.group)
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}base_kernel", self.base

@@ -17,6 +17,7 @@ from eagle_server.ops.native.recurrent import NativeSequences, NativeStates, str
 from eagle_server.ops.native.structs import (
     BatchStruct,
     CacheStruct,
+    ConvolutionStruct,
     DecoderStruct,
     LayerStruct,
     PackedStruct,
@@ -171,8 +172,24 @@ class FeedForwardWeights:
 
 
 @dataclass(frozen=True)
+class ConvolutionWeights:
+    """Convolutions over the rows of a block, see `models.drafts.block_edges.LocalConvolution`.
+
+    projection: to [2, taps, hidden / group]. base: [2, taps, hidden]. group: channels that share what the projection
+    makes.
+    """
+
+    projection: Biased
+    base: Tensor
+    group: int
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer: weights and biases, and gains of norms, as in `models.layers.DecoderLayer`. None: there is none."""
+    """One layer: weights and biases, and gains of norms, as in `models.layers.DecoderLayer`. None: there is none.
+
+    convolutions: around attention and around the MLP.
+    """
 
     mixer: AttentionWeights | RecurrentWeights | None
     feed_forward: FeedForwardWeights | None
@@ -185,6 +202,7 @@ class LayerWeights:
     tail_norm: Tensor | None = None
     added_factor: float = 1.0  # of what is added to the stream
     factor: float = 1.0  # of the stream after the layer
+    convolutions: tuple[ConvolutionWeights, ConvolutionWeights] | None = None
 
 
 class NativeDecoder:
@@ -297,7 +315,15 @@ class NativeDecoder:
             setattr(struct, name, None if tensor is None else self._keep(tensor))
         if after.experts is not None:
             struct.experts = after.experts.struct
+        if layer.convolutions is not None:
+            around = (self._convolution(each) for each in layer.convolutions)
+            struct.attention_convolution, struct.mlp_convolution = around
         return struct
+
+    def _convolution(self, weights: ConvolutionWeights) -> ConvolutionStruct:
+        return ConvolutionStruct(
+            self._packed(weights.projection), self._keep(weights.base), weights.base.shape[1], weights.group
+        )
 
     def _packed(self, linear: Biased | None) -> PackedStruct:
         if linear is None:

@@ -80,6 +80,15 @@ class ExpertsStruct(Structure):
     )
 
 
+class ConvolutionStruct(Structure):
+    _fields_ = (
+        ("projection", PackedStruct),
+        ("base", c_void_p),
+        ("taps", c_int32),
+        ("group", c_int32),
+    )
+
+
 class LayerStruct(Structure):
     _fields_ = (
         ("qkv", PackedStruct),
@@ -92,6 +101,8 @@ class LayerStruct(Structure):
         ("widen", PackedStruct),
         ("tail_gate", PackedStruct),
         ("tail_projection", PackedStruct),
+        ("attention_convolution", ConvolutionStruct),
+        ("mlp_convolution", ConvolutionStruct),
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
@@ -286,6 +297,7 @@ _STRUCTS = (
     BatchStruct,
     CacheStruct,
     ExpertsStruct,
+    ConvolutionStruct,
     LayerStruct,
     DecoderStruct,
     ScoringStruct,
