@@ -151,7 +151,7 @@ class BlockHead(DraftModel):
         self.lm_head = self._draft_head().with_rows(token_map)
         self.mask_ids = (token_map == self.block.mask_token_id).nonzero()[:, 0]
         if self.edges is not None:
-            self.edges.after = nn.Parameter(self.edges.after.detach()[token_map], requires_grad=False)
+            self.edges.keep_rows(token_map)
 
     def fuse(self) -> None:
         """See `Fusable`."""
