@@ -209,6 +209,16 @@ double decode_nanoseconds(const Decoder& d, const Batch& batch) {
     return expected;
 }
 
+// Writes keys and values of a block drafter's context: of each layer, from the decoder's norm of what `combine` makes of
+// features [rows, combine.in].
+void write_context(Session& s, const Decoder& d, const Packed& combine, const Batch& batch, const float* features) {
+    const int64_t size = d.hidden, rows = batch.rows;
+    float* context = Session::room(s.hidden, rows * size);
+    product(s, combine, features, rows, context);
+    for_rows(s.team, rows, size, [&](int r) { rms_norm(context + r * size, d.norm, d.eps, size, context + r * size); });
+    for (const Layer* l = d.layers; l < d.layers + d.count; l++) attend_layer(s, d, *l, batch, context, true);
+}
+
 // x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
 // stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden]. `kv_only`: of the
 // last layer, so that there is no output.

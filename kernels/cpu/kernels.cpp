@@ -80,6 +80,17 @@ int eagle_decode(
     return 0;
 }
 
+// See `write_context`. Returns 1, and computes nothing, if a position or slot does not exist.
+int eagle_write_context(Session* s, const Decoder* d, const Packed* combine, const Batch* batch, const float* features) {
+    if (!is_inside(*d, *batch)) return 1;
+    std::lock_guard lock(s->mutex);
+    double expected = nanoseconds(*combine, batch->rows);
+    for (const Layer* l = d->layers; l < d->layers + d->count; l++) expected += nanoseconds(l->qkv, batch->rows) / 2;
+    Team::Together together(s->team, expected);
+    write_context(*s, *d, *combine, *batch, features);
+    return 0;
+}
+
 // See `recur`. Returns 1, and computes nothing, if the pool does not hold the trees.
 int eagle_recur(
     Session* s, const Recurrent* layer, const Sequences* groups, int number, const float* x, const float* gates, float* out) {
@@ -179,6 +190,12 @@ int eagle_draft_extend(
     Session* s, const Head* head, const Requests* requests, const Accepted* accepted, float* feedback, float* logp, int64_t* tokens) {
     std::lock_guard lock(s->mutex);
     return draft_extend(*s, *head, *requests, *accepted, feedback, logp, tokens);
+}
+
+// See `row_trees`.
+int eagle_row_trees(Session* s, const Scoring* scoring, int requests, int k, const Estimates* estimates, const Candidates* out) {
+    std::lock_guard lock(s->mutex);
+    return row_trees(*s, *scoring, requests, k, *estimates, *out);
 }
 
 int eagle_draft_steps(

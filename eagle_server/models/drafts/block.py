@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.attention.interface import BoundAttention
-from eagle_server.cache.pool import Pool
+from eagle_server.attention.interface import AttentionBackend, BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.block_edges import Confidence, EdgeConfig, Edges, LocalConvolution, convolved
 from eagle_server.models.drafts.interface import DraftModel, HeadConfig, TargetWeights
@@ -129,6 +128,7 @@ class BlockHead(DraftModel):
         self.register_buffer("mask_ids", torch.tensor(masks, dtype=torch.int64), persistent=False)
         self._inverse: Tensor | None = None  # int64 [V], draft ids by target ids
         self._native: list[NativeDecoder] = []  # of each stretch; []: native kernels do not compute them
+        self._native_context: NativeDecoder | None = None  # writes the context's KV
 
     @property
     def kv(self) -> ModelConfig:
@@ -155,6 +155,7 @@ class BlockHead(DraftModel):
 
     def fuse(self) -> None:
         """See `Fusable`."""
+        self._native_context = native_decoder(self.layers, self.hidden_norm, self.rope)
         natives = list[NativeDecoder]()
         for _, numbers in self._stretches():
             layers = [self.layers[i] for i in numbers]
@@ -173,11 +174,15 @@ class BlockHead(DraftModel):
         for causal, group in groupby(range(len(self.layers)), key=lambda number: self.block.causal[number]):
             yield causal, list(group)
 
-    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, pool: Pool) -> None:
-        """Write the context's keys and values.
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend) -> None:
+        """Write the context's keys and values to the pool of `attention`.
 
         features [rows, n * Ht], positions and slots int64 [rows].
         """
+        pool, caches = attention.pool, attention.native_caches
+        if self._native_context is not None and self.fc.native is not None and caches is not None:
+            self._native_context.write_context(features, self.fc.native, positions, slots, caches)
+            return
         for index, k, v in self.context_kv(features, positions):
             dtype = pool.keys[index].dtype
             pool.write(index, slots, k.to(dtype), v.to(dtype))

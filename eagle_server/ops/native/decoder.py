@@ -263,6 +263,28 @@ class NativeDecoder:
         check_inside(outside=bool(outside))
         return hidden, stream, aux
 
+    def write_context(
+        self,
+        features: Tensor,
+        combine: Biased,
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Write keys and values of all layers, from the last norm of what `combine` makes of features [rows, F].
+
+        Args:
+            positions, slots: int64 [rows].
+            caches: of all layers.
+        """
+        full, given, (weight, bias) = floats(features), [positions.contiguous(), slots.contiguous()], combine
+        packed = weight.struct(None if bias is None else self._kept_floats(bias))
+        rows = BatchStruct(len(full), 0, *map(pointer, given))
+        outside = functions().eagle_write_context(
+            *(session(), byref(self.struct(caches)), byref(packed), byref(rows), pointer(full))
+        )
+        check_inside(outside=bool(outside))
+
     def struct(self, caches: Sequence[tuple[Tensor, Tensor]], aux_boundaries: Sequence[int] = ()) -> DecoderStruct:
         """The layers over these caches, until the next call."""
         if self._caches is not caches:

@@ -7,9 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eagle_server.ops.native.drafting import row_trees
+from eagle_server.ops.native.library import available
+from eagle_server.ops.native.sampling import NativeScoring
 from eagle_server.ops.tree.candidates import CandidatePool, Children
 from eagle_server.speculation.candidates import organize_draft_results
-from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree import Tree, selected_tree
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.interface import DrafterSetup, ScoringHead, vocabulary_of
 
@@ -39,9 +42,21 @@ class RowTrees:
     def tree_over(self, nodes: int, y: Tensor, roots: Tensor, seq_lens: Tensor, ranking: DraftRanking) -> Tree:
         """The trees under the roots, int64 [bs]. y [bs, levels, H]: row j scores the tokens of level j + 1."""
         scores = self.head.logits(y.flatten(0, 1)).unflatten(0, y.shape[:2])  # [bs, levels, draft vocabulary]
+        if self.edge is None and ranking.is_plain and available(scores.device, scores.dtype):
+            return self._grow_at_once(roots, seq_lens, scores, nodes, ranking)
         levels, expanded = self._grow(roots, y, scores, ranking)
         tree = organize_draft_results(roots, seq_lens, CandidatePool.of(levels, expanded), nodes)
         return ranking.without_refused(tree)
+
+    def _grow_at_once(self, roots: Tensor, seq_lens: Tensor, scores: Tensor, nodes: int, ranking: DraftRanking) -> Tree:
+        """The same by native kernels, one call for all levels: rows [bs, levels, draft vocabulary] without edges."""
+        (bs, levels, vocab), noise = scores.shape, ranking.noise_of_levels(scores.shape[1])
+        corrected = None
+        if ranking.estimates is not None and ranking.temperature_bin is not None:
+            corrected = ranking.estimates.native_correction(ranking.temperature_bin)
+        scoring = NativeScoring(scores.flatten(0, 1), vocab, *noise, self.vocabulary)
+        best, parents = row_trees(scoring, bs, self.topk, corrected, nodes - 1)
+        return selected_tree(roots, seq_lens, best, parents, self.topk, levels)
 
     def _grow(
         self, roots: Tensor, y: Tensor, scores: Tensor, ranking: DraftRanking
