@@ -265,33 +265,6 @@ int select(const std::vector<Pool>& pools, const Candidates& out) {
     return nodes;
 }
 
-// Trees over rows of scores: row j of a request scores the children of all nodes of level j, alike. The topk best nodes of a level
-// have children. ids: target ids of the columns; null: the same. Returns as `select`.
-int row_trees(Session& s, const Scoring& scoring, int requests, int k, const Estimates& estimates, const Candidates& out) {
-    const int levels = scoring.rows / requests;
-    std::vector<float> guesses((int64_t)scoring.rows * k), above(k);
-    std::vector<int64_t> found((int64_t)scoring.rows * k);
-    Team::Together together(s.team, scoring.nanoseconds());
-    best_tokens(s, scoring, k, guesses.data(), found.data());
-    for (int64_t& token : found)
-        if (scoring.ids) token = scoring.ids[token];
-    std::vector<Pool> pools(requests);
-    for (int i = 0; i < requests; i++) {
-        Pool& pool = pools[i];
-        for (int level = 0; level < levels; level++) {
-            const int64_t start = (int64_t)pool.tokens.size(), row = ((int64_t)i * levels + level) * k;
-            for (int n = 0; n < (level ? k : 1); n++) pool.add(estimates, i, level, k, level ? above[n] : 0, &guesses[row], &found[row]);
-            if (level == levels - 1) break;
-            const std::vector<int64_t> chosen = best_of(pool.scores.data() + start, (int64_t)pool.scores.size() - start, k);
-            for (int c = 0; c < k; c++) {
-                const int64_t own = start + (level ? chosen[c] : c);
-                pool.parents.push_back(own), above[c] = pool.scores[own];
-            }
-        }
-    }
-    return select(pools, out);
-}
-
 // `steps` forwards over the topk best nodes of each level, then the best of all. logp, tokens [requests, topk] are the first
 // level, hidden [requests * topk, hidden] the feedback at its nodes' parents. Returns how many nodes the largest tree has without
 // padding, or -1 if a position or slot does not exist.

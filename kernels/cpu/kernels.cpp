@@ -2,6 +2,7 @@
 // the twins of gumbel.py, draw.py, topk.py, tree.py and accept.py.
 #include "drafting.h"
 #include "layout.h"
+#include "row_trees.h"
 #include "tree.h"
 
 extern "C" {
@@ -192,10 +193,11 @@ int eagle_draft_extend(
     return draft_extend(*s, *head, *requests, *accepted, feedback, logp, tokens);
 }
 
-// See `row_trees`.
-int eagle_row_trees(Session* s, const Scoring* scoring, int requests, int k, const Estimates* estimates, const Candidates* out) {
+// See `row_trees`. selector: null: rows score alike below all parents.
+int eagle_row_trees(
+    Session* s, const Scoring* scoring, const Selector* selector, int requests, int k, const Estimates* estimates, const Candidates* out) {
     std::lock_guard lock(s->mutex);
-    return row_trees(*s, *scoring, requests, k, *estimates, *out);
+    return row_trees(*s, *scoring, selector, requests, k, *estimates, *out);
 }
 
 int eagle_draft_steps(

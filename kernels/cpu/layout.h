@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "drafting.h"
+#include "row_trees.h"
 #include "recurrent.h"
 #include "tree.h"
 
@@ -101,6 +101,10 @@ std::string layout() {
     {
         using T = Candidates;
         text += described<T>("Candidates", {FIELD(T, tokens), FIELD(T, selected_index), FIELD(T, parent_list), FIELD(T, scores), FIELD(T, guesses), FIELD(T, count), FIELD(T, least)});
+    }
+    {
+        using T = Selector;
+        text += described<T>("Selector", {FIELD(T, before), FIELD(T, after), FIELD(T, mixed), FIELD(T, roots), FIELD(T, rank), FIELD(T, is_bf16), FIELD(T, candidates)});
     }
     {
         using T = Counts;

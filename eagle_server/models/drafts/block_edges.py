@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
 from eagle_server.ops.native.decoder import ConvolutionWeights
+from eagle_server.ops.native.drafting import SelectorRows
+from eagle_server.ops.native.library import floats
 
 CANDIDATES = 16  # of a row, among which a selector chooses, unless stated: they hold the right token in 99.5 %
 EdgeKind = Literal["selector", "vanilla", "gated", "rnn", "gru"]
@@ -87,6 +89,17 @@ class Edges(nn.Module):
         m, state = self.factors(y, parents, state)
         added: Tensor = (m[:, :, None].float() * F.embedding(candidates, self.after).float()).sum(-1)
         return added, state
+
+    def native_rows(self, y: Tensor, roots: Tensor, least: int) -> SelectorRows | None:
+        """A selector's edges for the native kernels, over rows y [rows, H] of trees with roots int64 [bs].
+
+        least: candidates of a row at least. None: these are other edges.
+        """
+        if self.before is None or self.after is None or self.before.dtype != self.after.dtype:
+            return None
+        count = min(max(least, self.candidates), len(self.after))
+        mixed = floats(self._mixed(y.to(self.after.dtype)))
+        return SelectorRows(self.before.detach(), self.after.detach(), mixed, roots.contiguous(), count)
 
     def to_all(self, y: Tensor, parents: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the others add to the scores of the whole draft vocabulary: [bs, nodes, Vd], and the state below the

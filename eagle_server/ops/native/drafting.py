@@ -27,6 +27,7 @@ from eagle_server.ops.native.structs import (
     HeadStruct,
     PackedStruct,
     RequestsStruct,
+    SelectorStruct,
     TreeStruct,
 )
 from eagle_server.ops.tree.candidates import BestCandidates
@@ -236,21 +237,51 @@ class _Candidates:
         return BestCandidates(*(each.view(-1)[: bs * size].view(bs, size) for each in self._parts))
 
 
+@dataclass(frozen=True)
+class SelectorRows:
+    """DFlash 2's edges over rows of scores: parent a adds sum_r before[a, r] * mixed[row, r] * after[b, r] to the score
+    of a candidate b, of which each row has `candidates`.
+
+    before [vocab, rank] by target ids, after [draft vocabulary, rank] by draft ids, in one dtype. mixed: float32 [rows,
+    rank]. roots: int64 [bs], target ids.
+    """
+
+    before: Tensor
+    after: Tensor
+    mixed: Tensor
+    roots: Tensor
+    candidates: int
+
+    def struct(self) -> SelectorStruct:
+        """Over these tensors, which must outlive it."""
+        parts = (self.before, self.after, self.mixed, self.roots)
+        assert all(each.is_contiguous() for each in parts)
+        is_bf16 = int(self.before.dtype == torch.bfloat16)
+        return SelectorStruct(*map(pointer, parts), self.before.shape[1], is_bf16, self.candidates)
+
+
 def row_trees(
-    scoring: NativeScoring, bs: int, topk: int, corrected: EstimatesStruct | None, count: int
+    scoring: NativeScoring,
+    bs: int,
+    topk: int,
+    corrected: EstimatesStruct | None,
+    count: int,
+    selector: SelectorRows | None = None,
 ) -> tuple[BestCandidates, Tensor]:
     """The `count` best candidates over rows of scores, and the parent_list of `link_tree`.
 
-    Row j of a request scores the children of all nodes of level j, alike. `topk` nodes of a level have children.
+    Row j of a request scores the children of all nodes of level j, of which `topk` have children.
 
     Args:
         scoring: of `bs` requests, one after the other, equally many rows each.
         corrected: see `correction`.
+        selector: what parents add; None: rows score alike below all parents.
     """
     steps, estimates = scoring.rows // bs - 1, corrected or EstimatesStruct()
     best = _Candidates(bs, topk, steps, count, -math.inf)
     size = functions().eagle_row_trees(
-        *(session(), byref(scoring.struct), bs, topk, byref(estimates), byref(best.struct))
+        *(session(), byref(scoring.struct), None if selector is None else byref(selector.struct())),
+        *(bs, topk, byref(estimates), byref(best.struct)),
     )
     return best.found(size), best.parents
 

@@ -228,6 +228,18 @@ class EstimatesStruct(Structure):
     )
 
 
+class SelectorStruct(Structure):
+    _fields_ = (
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("mixed", c_void_p),
+        ("roots", c_void_p),
+        ("rank", c_int32),
+        ("is_bf16", c_int32),
+        ("candidates", c_int32),
+    )
+
+
 class CountsStruct(Structure):
     _fields_ = (
         ("accepted", c_void_p),
@@ -307,6 +319,7 @@ _STRUCTS = (
     AcceptedStruct,
     EstimatesStruct,
     CountsStruct,
+    SelectorStruct,
     CandidatesStruct,
     RecurrentStruct,
     SequencesStruct,

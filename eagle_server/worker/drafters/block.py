@@ -116,8 +116,8 @@ class BlockTrees(RowTrees):
     head: BlockHead
 
     def __init__(self, head: BlockHead, attention: AttentionBackend, setup: DrafterSetup) -> None:
-        edge, candidates = (None, 0) if head.edges is None else (head.edge, head.edges.candidates)
-        super().__init__(head, setup, edge, candidates)
+        edges = () if head.edges is None else (head.edge, head.edges.candidates, head.edges.native_rows)
+        super().__init__(head, setup, *edges)
         self.attention = attention
 
     def forwards(self, shape: TreeShape) -> tuple[int, int]:
