@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from eagle_server.models.layers import DecoderLayer, RMSNorm
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.native.decoder import (
     AttentionWeights,
+    ConvolutionWeights,
     FeedForwardWeights,
     LayerWeights,
     NativeDecoder,
@@ -52,16 +54,19 @@ def native_decoder(
     norm: RMSNorm | None,
     rope: RotaryEmbedding,
     local_rope: RotaryEmbedding | None = None,
+    convolutions: Sequence[tuple[ConvolutionWeights, ConvolutionWeights]] = (),
 ) -> NativeDecoder | None:
     """One native call for all of these packed layers and the norm after them; None: they are not of that kind.
 
     A first layer that is no `DecoderLayer` gets its input normed, and the residual stream with it. `local_rope`: for
-    layers with a sliding window; None: `rope`.
+    layers with a sliding window; None: `rope`. `convolutions`: of each layer; empty: there are none.
     """
     weights = [_native_layer(layer, rope, local_rope or rope) for layer in layers]
     known = [each for each in weights if each is not None]
     if len(known) < len(weights):
         return None
+    if convolutions:
+        known = [replace(layer, convolutions=each) for layer, each in zip(known, convolutions, strict=True)]
     return NativeDecoder(known, _gain(norm))
 
 

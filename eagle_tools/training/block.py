@@ -109,7 +109,7 @@ def _initialize(head: BlockHead, target: TargetModel) -> None:
     with torch.no_grad():
         head.norm.weight.copy_(target.norm.gain)
         if head.edges is not None:
-            head.edges.after.zero_()
+            head.edges.last_weights.zero_()
         if head.confidence is not None:
             head.confidence.weight.zero_()
             head.confidence.bias.zero_()

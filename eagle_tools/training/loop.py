@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from eagle_tools.training.fingerprint import differences
 
-_ADAM = ("embed", "lm_head", "edges.before", "edges.after", "confidence")  # matrices that AdamW trains
+# Parts of names of matrices that AdamW trains.
+_ADAM = ("embed", "lm_head", "edges.before", "edges.after", "edges.to_scores", "confidence")
 _MATRIX = 2  # dimensions
 
 

@@ -143,18 +143,25 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         x = normed;
     }
     if (l.o.data) {
-        const float* mixed = l.recurrent             ? recur_layer(s, d, l, rows, x)
-                             : l.latent.queries.data ? attend_latent(s, d, l, batch, x, kv_only)
-                                                     : attend_layer(s, d, l, batch, x, kv_only);
-        if (kv_only) return;
-        add_normed(s, d, l, rows, l.attention_norm, stream, [&](float* to) { product(s, l.o, mixed, rows, to, true); });
+        auto mixed = [&](const float* from) {
+            if (l.recurrent) return recur_layer(s, d, l, rows, from);
+            return l.latent.queries.data ? attend_latent(s, d, l, batch, from, kv_only) : attend_layer(s, d, l, batch, from, kv_only);
+        };
+        if (kv_only) {
+            mixed(x);
+            return;
+        }
+        add_normed(s, d, l, rows, l.attention_norm, stream, [&](float* to) {
+            convolved(s, l.attention_convolution, batch, x, to, [&](const float* from, float* y) { product(s, l.o, mixed(from), rows, y, true); });
+        });
     }
     if (l.post_norm) {
         for_rows(s.team, rows, hidden, [&](int r) {
             rms_norm(stream + (int64_t)r * hidden, l.post_norm, d.eps, hidden, normed + (int64_t)r * hidden);
         });
         add_normed(s, d, l, rows, l.mlp_norm, stream, [&](float* to) {
-            if (l.gate_up.data) add_mlp(s, l, normed, rows, to);
+            if (l.gate_up.data)
+                convolved(s, l.mlp_convolution, batch, normed, to, [&](const float* from, float* y) { add_mlp(s, l, from, rows, y); });
             if (l.experts.gate_up.data && l.router_norm) add_normed_experts(s, d, l, stream, rows, to);
             else if (l.narrow.data) add_narrow_experts(s, l, normed, rows, to);
             else if (l.experts.gate_up.data) add_experts(s, l.experts, normed, normed, rows, to);
@@ -198,13 +205,24 @@ double decode_nanoseconds(const Decoder& d, const Batch& batch) {
     double expected = 0;
     for (const Layer* l = d.layers; l < d.layers + d.count; l++) {
         for (const Packed* w : {&l->qkv, &l->o, &l->gates, &l->state_gate, &l->latent.queries, &l->latent.absorb, &l->latent.values, &l->gate_up, &l->down, &l->narrow,
-                                &l->widen, &l->tail_gate, &l->tail_projection})
+                                &l->widen, &l->tail_gate, &l->tail_projection,
+                                &l->attention_convolution.projection, &l->mlp_convolution.projection})
             if (w->data) expected += nanoseconds(*w, batch.rows);
         if (l->experts.gate_up.data) expected += experts_nanoseconds(l->experts, batch.rows);
         if (l->attends()) expected += attention_nanoseconds(batch, l->cache);
         if (l->recurrent) expected += recurrent_nanoseconds(*l->recurrent, d.sequences, d.groups);
     }
     return expected;
+}
+
+// Writes keys and values of a block drafter's context: of each layer, from the decoder's norm of what `combine` makes of
+// features [rows, combine.in].
+void write_context(Session& s, const Decoder& d, const Packed& combine, const Batch& batch, const float* features) {
+    const int64_t size = d.hidden, rows = batch.rows;
+    float* context = Session::room(s.hidden, rows * size);
+    product(s, combine, features, rows, context);
+    for_rows(s.team, rows, size, [&](int r) { rms_norm(context + r * size, d.norm, d.eps, size, context + r * size); });
+    for (const Layer* l = d.layers; l < d.layers + d.count; l++) attend_layer(s, d, *l, batch, context, true);
 }
 
 // x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual

@@ -206,8 +206,16 @@ int draft_extend(Session& s, const Head& h, const Requests& q, const Accepted& a
 
 // What the draft steps of one request have found, by pool index: see CandidatePool.
 struct Pool {
-    std::vector<int64_t> tokens, parents;
+    std::vector<int64_t> tokens, parents{-1};
     std::vector<float> scores, guesses;
+
+    // Adds the k children of a node whose path has the score `above`.
+    void add(const Estimates& estimates, int request, int level, int k, float above, const float* logp, const int64_t* children) {
+        for (int c = 0; c < k; c++) {
+            tokens.push_back(children[c]), guesses.push_back(logp[c]);
+            scores.push_back(above + estimates.corrected(logp[c], request, level, c));
+        }
+    }
 };
 
 float finite(float score) { return score == score ? score : -INFINITY; }
@@ -233,6 +241,30 @@ struct Candidates {
     float least;  // nodes with a lower score are padding, token -1
 };
 
+// The best candidates of all pools, whose parent lists are complete. Returns how many nodes the largest tree has without padding.
+int select(const std::vector<Pool>& pools, const Candidates& out) {
+    const int64_t groups = pools.empty() ? 0 : (int64_t)pools[0].parents.size();
+    std::vector<std::vector<int64_t>> best;
+    int nodes = 0;
+    for (const Pool& pool : pools) {
+        best.push_back(best_of(pool.scores.data(), pool.scores.size(), out.count));
+        while (nodes < out.count && finite(pool.scores[best.back()[nodes]]) >= out.least) nodes++;
+    }
+    for (size_t i = 0; i < pools.size(); i++) {
+        const Pool& pool = pools[i];
+        best[i].resize(nodes);
+        std::sort(best[i].begin(), best[i].end());
+        std::copy_n(pool.parents.begin(), groups, out.parent_list + i * groups);
+        for (int64_t n = 0; n < nodes; n++) {
+            int64_t place = i * nodes + n, own = best[i][n];
+            out.selected_index[place] = own, out.guesses[place] = pool.guesses[own];
+            out.scores[place] = finite(pool.scores[own]);
+            out.tokens[place] = out.scores[place] >= out.least ? pool.tokens[own] : -1;
+        }
+    }
+    return nodes;
+}
+
 // `steps` forwards over the topk best nodes of each level, then the best of all. logp, tokens [requests, topk] are the first
 // level, hidden [requests * topk, hidden] the feedback at its nodes' parents. Returns how many nodes the largest tree has without
 // padding, or -1 if a position or slot does not exist.
@@ -248,9 +280,8 @@ int draft_steps(
     memcpy(fed, hidden, (int64_t)4 * rows * size);
     for (int r = 0; r < rows; r++) {
         Pool& pool = pools[r / k];
-        scores[r] = estimates.corrected(logp[r], r / k, 0, r % k);
-        if (r % k == 0) pool.parents.push_back(-1);
-        pool.tokens.push_back(tokens[r]), pool.scores.push_back(scores[r]), pool.guesses.push_back(logp[r]);
+        if (r % k == 0) pool.add(estimates, r / k, 0, k, 0, logp + r, tokens + r);
+        scores[r] = pool.scores[r % k];
     }
     for (int r = 0; r < rows && steps; r++) pools[r / k].parents.push_back(r % k);
     for (int step = 0; step < steps; step++) {
@@ -275,10 +306,7 @@ int draft_steps(
         for (int i = 0; i < q.count; i++) {
             Pool& pool = pools[i];
             const int64_t start = (int64_t)pool.tokens.size(), first = i * k;
-            for (int64_t c = first * k; c < (first + k) * k; c++) {
-                pool.tokens.push_back(found[c]), pool.guesses.push_back(guesses[c]);
-                pool.scores.push_back(scores[c / k] + estimates.corrected(guesses[c], i, step + 1, c % k));
-            }
+            for (int64_t n = first; n < first + k; n++) pool.add(estimates, i, step + 1, k, scores[n], &guesses[n * k], &found[n * k]);
             if (step == steps - 1) continue;
             std::vector<int64_t> chosen = best_of(pool.scores.data() + start, k * k, k);
             for (int c = 0; c < k; c++) {
@@ -291,26 +319,7 @@ int draft_steps(
         }
         reached.swap(seen);
     }
-    const int64_t groups = (int64_t)k * steps + 1;
-    std::vector<std::vector<int64_t>> best;
-    int nodes = 0;
-    for (const Pool& pool : pools) {
-        best.push_back(best_of(pool.scores.data(), pool.scores.size(), out.count));
-        while (nodes < out.count && finite(pool.scores[best.back()[nodes]]) >= out.least) nodes++;
-    }
-    for (int64_t i = 0; i < q.count; i++) {
-        const Pool& pool = pools[i];
-        best[i].resize(nodes);
-        std::sort(best[i].begin(), best[i].end());
-        std::copy_n(pool.parents.begin(), groups, out.parent_list + i * groups);
-        for (int64_t n = 0; n < nodes; n++) {
-            int64_t place = i * nodes + n, own = best[i][n];
-            out.selected_index[place] = own, out.guesses[place] = pool.guesses[own];
-            out.scores[place] = finite(pool.scores[own]);
-            out.tokens[place] = out.scores[place] >= out.least ? pool.tokens[own] : -1;
-        }
-    }
-    return nodes;
+    return select(pools, out);
 }
 
 }  // namespace

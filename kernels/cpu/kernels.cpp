@@ -2,6 +2,7 @@
 // the twins of gumbel.py, draw.py, topk.py, tree.py and accept.py.
 #include "drafting.h"
 #include "layout.h"
+#include "row_trees.h"
 #include "tree.h"
 
 extern "C" {
@@ -77,6 +78,17 @@ int eagle_decode(
     std::lock_guard lock(s->mutex);
     Team::Together together(s->team, decode_nanoseconds(*d, *batch));
     decode(*s, *d, *batch, x, stream, hidden, aux);
+    return 0;
+}
+
+// See `write_context`. Returns 1, and computes nothing, if a position or slot does not exist.
+int eagle_write_context(Session* s, const Decoder* d, const Packed* combine, const Batch* batch, const float* features) {
+    if (!is_inside(*d, *batch)) return 1;
+    std::lock_guard lock(s->mutex);
+    double expected = nanoseconds(*combine, batch->rows);
+    for (const Layer* l = d->layers; l < d->layers + d->count; l++) expected += nanoseconds(l->qkv, batch->rows) / 2;
+    Team::Together together(s->team, expected);
+    write_context(*s, *d, *combine, *batch, features);
     return 0;
 }
 
@@ -179,6 +191,13 @@ int eagle_draft_extend(
     Session* s, const Head* head, const Requests* requests, const Accepted* accepted, float* feedback, float* logp, int64_t* tokens) {
     std::lock_guard lock(s->mutex);
     return draft_extend(*s, *head, *requests, *accepted, feedback, logp, tokens);
+}
+
+// See `row_trees`. selector: null: rows score alike below all parents.
+int eagle_row_trees(
+    Session* s, const Scoring* scoring, const Selector* selector, int requests, int k, const Estimates* estimates, const Candidates* out) {
+    std::lock_guard lock(s->mutex);
+    return row_trees(*s, *scoring, selector, requests, k, *estimates, *out);
 }
 
 int eagle_draft_steps(

@@ -1,6 +1,7 @@
 // The layers of a decoder, and norms and rotations.
 #pragma once
 
+#include "convolution.h"
 #include "experts.h"
 #include "recurrent.h"
 
@@ -27,6 +28,7 @@ struct Layer {
     Experts experts;       // added to it; data null: none
     Packed narrow, widen;  // before and after the experts, but not the router; data null: none
     Packed tail_gate, tail_projection;  // data null: none
+    Convolution attention_convolution, mlp_convolution;
     const float* input_norm;  // null: the input is normed already, and the residual stream is given
     const float* post_norm;   // null: there is neither an MLP nor experts
     const float* q_norm;      // null: none

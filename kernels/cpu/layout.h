@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "drafting.h"
+#include "row_trees.h"
 #include "recurrent.h"
 #include "tree.h"
 
@@ -67,8 +67,12 @@ std::string layout() {
         text += described<T>("Latent", {FIELD(T, queries), FIELD(T, absorb), FIELD(T, values), FIELD(T, eps), FIELD(T, q_scale), FIELD(T, kv_scale), FIELD(T, interleaved)});
     }
     {
+        using T = Convolution;
+        text += described<T>("Convolution", {FIELD(T, projection), FIELD(T, base), FIELD(T, taps), FIELD(T, group)});
+    }
+    {
         using T = Layer;
-        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, state_gate), FIELD(T, gate_up), FIELD(T, down), FIELD(T, latent), FIELD(T, experts), FIELD(T, narrow), FIELD(T, widen), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, added_factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
+        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, state_gate), FIELD(T, gate_up), FIELD(T, down), FIELD(T, latent), FIELD(T, experts), FIELD(T, narrow), FIELD(T, widen), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, attention_convolution), FIELD(T, mlp_convolution), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, added_factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
     }
     {
         using T = Decoder;
@@ -101,6 +105,10 @@ std::string layout() {
     {
         using T = Candidates;
         text += described<T>("Candidates", {FIELD(T, tokens), FIELD(T, selected_index), FIELD(T, parent_list), FIELD(T, scores), FIELD(T, guesses), FIELD(T, count), FIELD(T, least)});
+    }
+    {
+        using T = Selector;
+        text += described<T>("Selector", {FIELD(T, before), FIELD(T, after), FIELD(T, mixed), FIELD(T, roots), FIELD(T, rank), FIELD(T, is_bf16), FIELD(T, candidates)});
     }
     {
         using T = Counts;

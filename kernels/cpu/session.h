@@ -26,6 +26,7 @@ struct Session {
     std::mutex mutex;
     Team team;
     std::vector<float> qkv, q, v, mixed, normed, added, gates, rates;    // of a layer
+    std::vector<float> kernels, convolved;                             // of convolutions over a block
     std::vector<float> features, hidden, parts, stream, after, logits;  // of a draft head
     std::vector<float> expert_weights, both, activated, routed, experts;  // of experts
     std::vector<float> ranges;  // of attention

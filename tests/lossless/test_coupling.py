@@ -87,7 +87,7 @@ def block(target: TargetModel, logits: Tensor, edges: EdgeConfig | None = None, 
     head: Any = random_block(target, edges)
     head.logits = lambda y: logits.expand(len(y), -1)
     if edges is not None:
-        head.edges.after.zero_()
+        head.edges.last_weights.zero_()
     return speculative(target, head, STEPS, 1, **settings)
 
 

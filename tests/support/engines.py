@@ -199,7 +199,9 @@ def random_head(
     return eagle3
 
 
-def random_block(target: TargetModel, edges: EdgeConfig | None = None) -> BlockHead:
+def random_block(
+    target: TargetModel, edges: EdgeConfig | None = None, convolution: tuple[int, int] | None = None
+) -> BlockHead:
     """An untrained block drafter of 4 drafts, with a causal layer and one that is not."""
     config = BlockConfig(
         layers=_plain_layers(target, 2),
@@ -211,6 +213,7 @@ def random_block(target: TargetModel, edges: EdgeConfig | None = None) -> BlockH
         causal=(True, False),
         next_token=True,
         edges=edges,
+        convolution=convolution,
     )
     head: BlockHead = randomized(
         BlockHead(config, CONTEXT + MARGIN, TargetWeights(target.embed, target.lm_head)), 1, 0.25

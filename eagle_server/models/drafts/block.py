@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.attention.interface import BoundAttention
-from eagle_server.cache.pool import Pool
+from eagle_server.attention.interface import AttentionBackend, BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.block_edges import Confidence, EdgeConfig, Edges, LocalConvolution, convolved
 from eagle_server.models.drafts.interface import DraftModel, HeadConfig, TargetWeights
-from eagle_server.models.layers import Attention, DecoderLayer, Linear, RMSNorm, Views
+from eagle_server.models.layers import Attention, Linear, RMSNorm, Views
 from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
@@ -129,6 +128,7 @@ class BlockHead(DraftModel):
         self.register_buffer("mask_ids", torch.tensor(masks, dtype=torch.int64), persistent=False)
         self._inverse: Tensor | None = None  # int64 [V], draft ids by target ids
         self._native: list[NativeDecoder] = []  # of each stretch; []: native kernels do not compute them
+        self._native_context: NativeDecoder | None = None  # writes the context's KV
 
     @property
     def kv(self) -> ModelConfig:
@@ -151,30 +151,38 @@ class BlockHead(DraftModel):
         self.lm_head = self._draft_head().with_rows(token_map)
         self.mask_ids = (token_map == self.block.mask_token_id).nonzero()[:, 0]
         if self.edges is not None:
-            self.edges.after = nn.Parameter(self.edges.after.detach()[token_map], requires_grad=False)
+            self.edges.keep_rows(token_map)
 
     def fuse(self) -> None:
         """See `Fusable`."""
-        if self.block.convolution is not None:
-            return
-        stretches = list(self._stretches())
-        norms = [None] * (len(stretches) - 1) + [self.norm]
-        natives = [native_decoder(layers, norm, self.rope) for (_, layers), norm in zip(stretches, norms, strict=True)]
-        self._native = [native for native in natives if native is not None]
-        if len(self._native) < len(natives):
-            self._native = []
+        self._native_context = native_decoder(self.layers, self.hidden_norm, self.rope)
+        natives = list[NativeDecoder]()
+        for _, numbers in self._stretches():
+            layers = [self.layers[i] for i in numbers]
+            pairs = [(self.attention_convs[i], self.mlp_convs[i]) for i in numbers] if self.attention_convs else []
+            around = [(a.native_weights(), m.native_weights()) for a, m in pairs]  # type: ignore[operator]
+            norm = self.norm if numbers[-1] == len(self.layers) - 1 else None
+            lacks = any(None in each for each in around)
+            native = None if lacks else native_decoder(layers, norm, self.rope, convolutions=around)
+            if native is None:
+                return
+            natives.append(native)
+        self._native = natives
 
-    def _stretches(self) -> Iterator[tuple[bool, list[DecoderLayer]]]:
-        """The layers in stretches of one kind: whether they are causal, and the layers."""
-        pairs = zip(self.block.causal, self.layers, strict=True)
-        for causal, group in groupby(pairs, key=lambda pair: pair[0]):
-            yield causal, [layer for _, layer in group]  # type: ignore[misc]
+    def _stretches(self) -> Iterator[tuple[bool, list[int]]]:
+        """The layers in stretches of one kind: whether they are causal, and their numbers."""
+        for causal, group in groupby(range(len(self.layers)), key=lambda number: self.block.causal[number]):
+            yield causal, list(group)
 
-    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, pool: Pool) -> None:
-        """Write the context's keys and values.
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend) -> None:
+        """Write the context's keys and values to the pool of `attention`.
 
         features [rows, n * Ht], positions and slots int64 [rows].
         """
+        pool, caches = attention.pool, attention.native_caches
+        if self._native_context is not None and self.fc.native is not None and caches is not None:
+            self._native_context.write_context(features, self.fc.native, positions, slots, caches)
+            return
         for index, k, v in self.context_kv(features, positions):
             dtype = pool.keys[index].dtype
             pool.write(index, slots, k.to(dtype), v.to(dtype))
@@ -193,8 +201,7 @@ class BlockHead(DraftModel):
     def rows(self, roots: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
         """y [bs, rows, H] of blocks with roots int64 [bs], whose rows stand at positions int64 [bs, rows]."""
         x, where = self._embedded(roots, positions.shape[1]).flatten(0, 1), positions.reshape(-1)
-        through = self._through_layers if self.block.convolution is None else self._through_convolved_layers
-        y: Tensor = through(x, where, attention).unflatten(0, positions.shape)
+        y: Tensor = self._through_layers(x, where, attention).unflatten(0, positions.shape)
         return y
 
     def _through_layers(self, x: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
@@ -208,17 +215,19 @@ class BlockHead(DraftModel):
                 assert at_once is not None
                 normed, x, _ = at_once
             return normed
+        if self.attention_convs:
+            return self._through_convolved_layers(x, positions, attention)
         rope = self.rope(positions, x.dtype)
         residual: Tensor | None = None
-        for causal, layers in stretches:
+        for causal, numbers in stretches:
             bound = attention.bind(causal=causal)
-            for layer in layers:
-                x, residual = layer(x, residual, rope, bound)
+            for number in numbers:
+                x, residual = self.layers[number](x, residual, rope, bound)
         assert residual is not None
         return self.norm.after_add(x, residual)[0]
 
     def _through_convolved_layers(self, x: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
-        """`_through_layers` with the convolutions of DFlash 2 around each sublayer."""
+        """`_through_layers` layer by layer, with the convolutions of DFlash 2 around each sublayer."""
         rope, rows = self.rope(positions, x.dtype), attention.rows
         kinds = zip(self.block.causal, self.layers, self.attention_convs, self.mlp_convs, strict=True)
         bound, bound_causal = None, None

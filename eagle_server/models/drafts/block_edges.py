@@ -29,6 +29,9 @@ from torch import Tensor, nn
 
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
+from eagle_server.ops.native.decoder import ConvolutionWeights
+from eagle_server.ops.native.drafting import SelectorRows
+from eagle_server.ops.native.library import floats
 
 CANDIDATES = 16  # of a row, among which a selector chooses, unless stated: they hold the right token in 99.5 %
 EdgeKind = Literal["selector", "vanilla", "gated", "rnn", "gru"]
@@ -50,7 +53,10 @@ class EdgeConfig:
 
 
 class Edges(nn.Module):
-    """The edges of a head with `vocab` target tokens, of which it drafts `drafts`."""
+    """The edges of a head with `vocab` target tokens, of which it drafts `drafts`.
+
+    A selector scores few candidates, by their rows of `after`. The others score all drafts, by the layer `to_scores`.
+    """
 
     def __init__(self, config: EdgeConfig, hidden: int, vocab: int, drafts: int, target: TargetWeights) -> None:
         super().__init__()
@@ -58,7 +64,9 @@ class Edges(nn.Module):
         self.candidates = config.candidates
         self.gru = GRUCell(hidden, config.state_size) if config.kind == "gru" else None
         self.before = None if self.gru is not None else nn.Parameter(torch.empty(vocab, config.rank))
-        self.after = nn.Parameter(torch.empty(drafts, config.rank))
+        scores = None if config.kind == "selector" else [("2" if config.kind == "gru" else "markov_w2", drafts)]
+        self.after = nn.Parameter(torch.empty(drafts, config.rank)) if scores is None else None
+        self.to_scores = None if scores is None else Linear(config.rank, scores)
         name, inputs, outputs, bias = {
             "selector": ("hidden_projection", hidden, self.rank, False),
             "vanilla": ("", 0, 0, False),
@@ -71,23 +79,41 @@ class Edges(nn.Module):
     def forward(
         self, y: Tensor, parents: Tensor, candidates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What is added to the scores of one row's candidates, float32 [bs, nodes, C], and the state below the parents.
+        """What a selector adds to the scores of one row's candidates, float32 [bs, nodes, C], and the state below the
+        parents.
 
         y [bs, H], parents int64 [bs, nodes] target ids, candidates int64 [bs, 1 or nodes, C] draft ids, state [bs,
         nodes, r] of what is above the parents; None: they are the roots, or these edges have no state.
         """
+        assert self.after is not None
         m, state = self.factors(y, parents, state)
         added: Tensor = (m[:, :, None].float() * F.embedding(candidates, self.after).float()).sum(-1)
         return added, state
 
+    def native_rows(self, y: Tensor, roots: Tensor, least: int) -> SelectorRows | None:
+        """A selector's edges for the native kernels, over rows y [rows, H] of trees with roots int64 [bs].
+
+        least: candidates of a row at least. None: these are other edges.
+        """
+        if self.before is None or self.after is None or self.before.dtype != self.after.dtype:
+            return None
+        count = min(max(least, self.candidates), len(self.after))
+        mixed = floats(self._mixed(y.to(self.after.dtype)))
+        return SelectorRows(self.before.detach(), self.after.detach(), mixed, roots.contiguous(), count)
+
     def to_all(self, y: Tensor, parents: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """`forward` for the whole draft vocabulary: [bs, nodes, Vd], and the state below the parents."""
+        """What the others add to the scores of the whole draft vocabulary: [bs, nodes, Vd], and the state below the
+        parents. Arguments as in `forward`.
+        """
+        assert self.to_scores is not None
         m, state = self.factors(y, parents, state)
-        return F.linear(m.to(self.after.dtype), self.after), state
+        added: Tensor = self.to_scores(m.flatten(0, 1).to(self.to_scores.output_dtype))
+        return added.view(*m.shape[:2], -1), state
 
     def factors(self, y: Tensor, parents: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """m [bs, nodes, r], whose product with `after` is what is added, and the state below the parents."""
-        y, e = y.to(self.after.dtype), F.embedding(parents, self._target.embed if self.before is None else self.before)
+        """m [bs, nodes, r], whose product with the last weights is what is added, and the state below the parents."""
+        e = F.embedding(parents, self._target.embed if self.before is None else self.before)
+        y = y.to(e.dtype)
         rows = y[:, None].expand(-1, parents.shape[1], -1)
         if self.kind == "selector":
             assert self.mix is not None
@@ -110,20 +136,32 @@ class Edges(nn.Module):
         out: Tensor = self.mix(x.flatten(0, -2)).view(*x.shape[:-1], -1)
         return out
 
+    @property
+    def last_weights(self) -> nn.Parameter:
+        """[Vd, r], before they are packed."""
+        if self.after is not None:
+            return self.after
+        assert self.to_scores is not None
+        return self.to_scores.weight
+
+    def keep_rows(self, token_map: Tensor) -> None:
+        """Score these draft tokens alone, int64 [n]. Nothing is packed yet."""
+        if self.to_scores is not None:
+            self.to_scores = self.to_scores.with_rows(token_map)
+        if self.after is not None:
+            self.after = nn.Parameter(self.after.detach()[token_map], requires_grad=False)
+
     def weight_views(self) -> Views:
-        if self.gru is not None and self.mix is not None:
+        prefix = {"selector": "candidate_selector.", "gru": "embed_proj."}.get(self.kind, "markov_head.")
+        if self.gru is not None:
             yield from self.gru.weight_views()
-            yield from self.mix.weight_views("embed_proj.")
-            yield "embed_proj.2.weight", self.after
-            return
-        assert self.before is not None
-        selector = self.kind == "selector"
-        prefix = "candidate_selector." if selector else "markov_head."
-        names = ("predecessor_codebook", "successor_codebook") if selector else ("markov_w1.weight", "markov_w2.weight")
-        yield f"{prefix}{names[0]}", self.before
-        yield f"{prefix}{names[1]}", self.after
-        if self.mix is not None:
-            yield from self.mix.weight_views(prefix)
+        if self.before is not None:
+            yield f"{prefix}{'markov_w1.weight' if self.after is None else 'predecessor_codebook'}", self.before
+        if self.after is not None:
+            yield f"{prefix}successor_codebook", self.after
+        for linear in (self.to_scores, self.mix):
+            if linear is not None:
+                yield from linear.weight_views(prefix)
 
 
 class Confidence(nn.Module):
@@ -191,6 +229,11 @@ class LocalConvolution(nn.Module):
         dynamic = self.projection(x).unflatten(1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
         before, after = (self.base + dynamic).unbind(1)
         return before, after
+
+    def native_weights(self) -> ConvolutionWeights | None:
+        """For the native kernels; None: they do not compute it."""
+        projection = self.projection.native
+        return None if projection is None else ConvolutionWeights(projection, self.base, self.group)
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}base_kernel", self.base

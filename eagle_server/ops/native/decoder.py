@@ -18,6 +18,7 @@ from eagle_server.ops.native.recurrent import NativeSequences, NativeStates, str
 from eagle_server.ops.native.structs import (
     BatchStruct,
     CacheStruct,
+    ConvolutionStruct,
     DecoderStruct,
     LatentStruct,
     LayerStruct,
@@ -205,8 +206,24 @@ class FeedForwardWeights:
 
 
 @dataclass(frozen=True)
+class ConvolutionWeights:
+    """Convolutions over the rows of a block, see `models.drafts.block_edges.LocalConvolution`.
+
+    projection: to [2, taps, hidden / group]. base: [2, taps, hidden]. group: channels that share what the projection
+    makes.
+    """
+
+    projection: Biased
+    base: Tensor
+    group: int
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer: weights and biases, and gains of norms, as in `models.layers.DecoderLayer`. None: there is none."""
+    """One layer: weights and biases, and gains of norms, as in `models.layers.DecoderLayer`. None: there is none.
+
+    convolutions: around attention and around the MLP.
+    """
 
     mixer: AttentionWeights | RecurrentWeights | None
     feed_forward: FeedForwardWeights | None
@@ -219,6 +236,7 @@ class LayerWeights:
     tail_norm: Tensor | None = None
     added_factor: float = 1.0  # of what is added to the stream
     factor: float = 1.0  # of the stream after the layer
+    convolutions: tuple[ConvolutionWeights, ConvolutionWeights] | None = None
 
 
 class NativeDecoder:
@@ -279,6 +297,28 @@ class NativeDecoder:
         check_inside(outside=bool(outside))
         return hidden, stream, aux
 
+    def write_context(
+        self,
+        features: Tensor,
+        combine: Biased,
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Write keys and values of all layers, from the last norm of what `combine` makes of features [rows, F].
+
+        Args:
+            positions, slots: int64 [rows].
+            caches: of all layers.
+        """
+        full, given, (weight, bias) = floats(features), [positions.contiguous(), slots.contiguous()], combine
+        packed = weight.struct(None if bias is None else self._kept_floats(bias))
+        rows = BatchStruct(len(full), 0, *map(pointer, given))
+        outside = functions().eagle_write_context(
+            *(session(), byref(self.struct(caches)), byref(packed), byref(rows), pointer(full))
+        )
+        check_inside(outside=bool(outside))
+
     def struct(self, caches: Sequence[tuple[Tensor, Tensor]], aux_boundaries: Sequence[int] = ()) -> DecoderStruct:
         """The layers over these caches, until the next call."""
         if self._caches is not caches:
@@ -333,7 +373,15 @@ class NativeDecoder:
             setattr(struct, name, None if tensor is None else self._keep(tensor))
         if after.experts is not None:
             struct.experts = after.experts.struct
+        if layer.convolutions is not None:
+            around = (self._convolution(each) for each in layer.convolutions)
+            struct.attention_convolution, struct.mlp_convolution = around
         return struct
+
+    def _convolution(self, weights: ConvolutionWeights) -> ConvolutionStruct:
+        return ConvolutionStruct(
+            self._packed(weights.projection), self._keep(weights.base), weights.base.shape[1], weights.group
+        )
 
     def _packed(self, linear: Biased | None) -> PackedStruct:
         if linear is None:

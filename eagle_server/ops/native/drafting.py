@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from ctypes import byref, c_int64
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from eagle_server.ops.native.decoder import NativeDecoder, NativeRows
 from eagle_server.ops.native.library import check_inside, empty, floats, functions, pointer, session
 from eagle_server.ops.native.linear import Biased
+from eagle_server.ops.native.sampling import NativeScoring
 from eagle_server.ops.native.structs import (
     AcceptedStruct,
     CandidatesStruct,
@@ -25,6 +27,7 @@ from eagle_server.ops.native.structs import (
     HeadStruct,
     PackedStruct,
     RequestsStruct,
+    SelectorStruct,
     TreeStruct,
 )
 from eagle_server.ops.tree.candidates import BestCandidates
@@ -203,24 +206,84 @@ class NativeHead:
             The candidates, and the parent_list of `link_tree`.
         """
         bs, topk = tokens.shape
-        count = min(count, topk + steps * topk**2)
-        found, selected = (torch.empty(bs, count, dtype=torch.int64) for _ in range(2))
-        parents = torch.empty(bs, topk * steps + 1, dtype=torch.int64)
-        scores, guesses = empty(bs, count), empty(bs, count)
-        estimates = corrected or EstimatesStruct()
+        estimates, best = corrected or EstimatesStruct(), _Candidates(bs, topk, steps, count, least)
         given = [logp.contiguous(), tokens.contiguous(), floats(hidden)]
-        candidates = CandidatesStruct(*map(pointer, (found, selected, parents, scores, guesses)), count, least)
         size: int = functions().eagle_draft_steps(
             *(session(), byref(self._over_caches()), byref(_struct(requests, topk)), byref(estimates), steps),
-            *(*map(pointer, given), byref(candidates)),
+            *(*map(pointer, given), byref(best.struct)),
         )
         check_inside(outside=size < 0)
-        best = (each.view(-1)[: bs * size].view(bs, size) for each in (selected, found, scores, guesses))
-        return BestCandidates(*best), parents
+        return best.found(size), best.parents
 
     def _over_caches(self) -> HeadStruct:
         self._struct.decoder = self.weights.decoder.struct(self.caches)  # a forward may have bound other caches
         return self._struct
+
+
+class _Candidates:
+    """Memory for at most `count` candidates of `bs` requests, and for the parent_list of `link_tree`."""
+
+    def __init__(self, bs: int, topk: int, steps: int, count: int, least: float) -> None:
+        count = min(count, topk + steps * topk**2)
+        tokens, selected = (torch.empty(bs, count, dtype=torch.int64) for _ in range(2))
+        self.parents = torch.empty(bs, topk * steps + 1, dtype=torch.int64)
+        scores, guesses = empty(bs, count), empty(bs, count)
+        self.struct = CandidatesStruct(*map(pointer, (tokens, selected, self.parents, scores, guesses)), count, least)
+        self._parts = selected, tokens, scores, guesses
+
+    def found(self, size: int) -> BestCandidates:
+        """`size` of each request were written, one request after the other."""
+        bs = len(self.parents)
+        return BestCandidates(*(each.view(-1)[: bs * size].view(bs, size) for each in self._parts))
+
+
+@dataclass(frozen=True)
+class SelectorRows:
+    """DFlash 2's edges over rows of scores: parent a adds sum_r before[a, r] * mixed[row, r] * after[b, r] to the score
+    of a candidate b, of which each row has `candidates`.
+
+    before [vocab, rank] by target ids, after [draft vocabulary, rank] by draft ids, in one dtype. mixed: float32 [rows,
+    rank]. roots: int64 [bs], target ids.
+    """
+
+    before: Tensor
+    after: Tensor
+    mixed: Tensor
+    roots: Tensor
+    candidates: int
+
+    def struct(self) -> SelectorStruct:
+        """Over these tensors, which must outlive it."""
+        parts = (self.before, self.after, self.mixed, self.roots)
+        assert all(each.is_contiguous() for each in parts)
+        is_bf16 = int(self.before.dtype == torch.bfloat16)
+        return SelectorStruct(*map(pointer, parts), self.before.shape[1], is_bf16, self.candidates)
+
+
+def row_trees(
+    scoring: NativeScoring,
+    bs: int,
+    topk: int,
+    corrected: EstimatesStruct | None,
+    count: int,
+    selector: SelectorRows | None = None,
+) -> tuple[BestCandidates, Tensor]:
+    """The `count` best candidates over rows of scores, and the parent_list of `link_tree`.
+
+    Row j of a request scores the children of all nodes of level j, of which `topk` have children.
+
+    Args:
+        scoring: of `bs` requests, one after the other, equally many rows each.
+        corrected: see `correction`.
+        selector: what parents add; None: rows score alike below all parents.
+    """
+    steps, estimates = scoring.rows // bs - 1, corrected or EstimatesStruct()
+    best = _Candidates(bs, topk, steps, count, -math.inf)
+    size = functions().eagle_row_trees(
+        *(session(), byref(scoring.struct), None if selector is None else byref(selector.struct())),
+        *(bs, topk, byref(estimates), byref(best.struct)),
+    )
+    return best.found(size), best.parents
 
 
 def _struct(requests: DraftRequests, topk: int) -> RequestsStruct:

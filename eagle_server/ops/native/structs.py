@@ -92,6 +92,15 @@ class LatentStruct(Structure):
     )
 
 
+class ConvolutionStruct(Structure):
+    _fields_ = (
+        ("projection", PackedStruct),
+        ("base", c_void_p),
+        ("taps", c_int32),
+        ("group", c_int32),
+    )
+
+
 class LayerStruct(Structure):
     _fields_ = (
         ("qkv", PackedStruct),
@@ -106,6 +115,8 @@ class LayerStruct(Structure):
         ("widen", PackedStruct),
         ("tail_gate", PackedStruct),
         ("tail_projection", PackedStruct),
+        ("attention_convolution", ConvolutionStruct),
+        ("mlp_convolution", ConvolutionStruct),
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
@@ -231,6 +242,18 @@ class EstimatesStruct(Structure):
     )
 
 
+class SelectorStruct(Structure):
+    _fields_ = (
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("mixed", c_void_p),
+        ("roots", c_void_p),
+        ("rank", c_int32),
+        ("is_bf16", c_int32),
+        ("candidates", c_int32),
+    )
+
+
 class CountsStruct(Structure):
     _fields_ = (
         ("accepted", c_void_p),
@@ -301,6 +324,7 @@ _STRUCTS = (
     CacheStruct,
     ExpertsStruct,
     LatentStruct,
+    ConvolutionStruct,
     LayerStruct,
     DecoderStruct,
     ScoringStruct,
@@ -310,6 +334,7 @@ _STRUCTS = (
     AcceptedStruct,
     EstimatesStruct,
     CountsStruct,
+    SelectorStruct,
     CandidatesStruct,
     RecurrentStruct,
     SequencesStruct,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.device import upload
+from eagle_server.ops.native.sampling import of_rows
 from eagle_server.ops.sampling.topk import DrawNoise, score_children, topk_logprobs
 from eagle_server.ops.sampling.truncate import above_min_ps
 from eagle_server.ops.tree.candidates import Children
@@ -104,6 +105,18 @@ class DraftRanking:
             return None
         assert self.positions is not None
         return DrawNoise(self.noise.keys, self.positions, self.noise.temperature, self.level)
+
+    def noise_of_levels(self, levels: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Key, position and temperature of one row per level, each [bs * levels], a request's rows together.
+
+        None: there is no noise.
+        """
+        if self.noise is None:
+            return None, None, None
+        assert self.positions is not None
+        places = self.positions[:, None] + torch.arange(levels, device=self.positions.device)
+        keys, temperature = of_rows(places.numel(), self.noise.keys, self.noise.temperature)
+        return keys, places.flatten(), temperature
 
     def conditioned(self, logp: Tensor, edges: Tensor) -> Tensor:
         """The scores of candidates if `edges` [bs, nodes, C] are added to their logits, of the same shape.

@@ -90,7 +90,7 @@ class ContextReader:
         if prompts.pairs is not None and prompts.features is not None:
             batch = prompts.pairs
             slots = batch.attention.out_cache_loc
-            self.head.write_context(prompts.features, batch.positions, slots, self.attention.pool)
+            self.head.write_context(prompts.features, batch.positions, slots, self.attention)
 
     def extend(self, batch: DecodeBatch) -> ContextWritten:
         """The context's KV of accepted tokens. Rows past these are scratch behind the context, as blocks are."""
@@ -106,7 +106,7 @@ class ContextReader:
         _, features = accepted.take(requests.req_pool_indices, width)
         positions = (first[:, None] + torch.arange(width, device=first.device)).view(-1)
         slots = cache_locations(requests.req_pool_indices, first, width, requests.req_to_token)
-        self.head.write_context(features, positions, slots, self.attention.pool)
+        self.head.write_context(features, positions, slots, self.attention)
         return ContextWritten()
 
 
@@ -116,8 +116,8 @@ class BlockTrees(RowTrees):
     head: BlockHead
 
     def __init__(self, head: BlockHead, attention: AttentionBackend, setup: DrafterSetup) -> None:
-        edge, candidates = (None, 0) if head.edges is None else (head.edge, head.edges.candidates)
-        super().__init__(head, setup, edge, candidates)
+        edges = () if head.edges is None else (head.edge, head.edges.candidates, head.edges.native_rows)
+        super().__init__(head, setup, *edges)
         self.attention = attention
 
     def forwards(self, shape: TreeShape) -> tuple[int, int]:

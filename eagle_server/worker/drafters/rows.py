@@ -7,9 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from eagle_server.ops.native.drafting import SelectorRows, row_trees
+from eagle_server.ops.native.library import available
+from eagle_server.ops.native.sampling import NativeScoring
 from eagle_server.ops.tree.candidates import CandidatePool, Children
 from eagle_server.speculation.candidates import organize_draft_results
-from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree import Tree, selected_tree
 from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.interface import DrafterSetup, ScoringHead, vocabulary_of
 
@@ -17,6 +20,8 @@ from eagle_server.worker.drafters.interface import DrafterSetup, ScoringHead, vo
 # nodes, r] or None at the roots) -> what each parent adds to the scores, [bs, nodes, C], and the state below it.
 # Parents and candidates are target ids.
 EdgeScores = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+# (y [rows, H], roots int64 [bs], candidates at least) -> the same for native kernels; None: they do not compute it.
+NativeEdges = Callable[[Tensor, Tensor, int], SelectorRows | None]
 
 
 class RowTrees:
@@ -26,12 +31,17 @@ class RowTrees:
     widest = 1
 
     def __init__(
-        self, head: ScoringHead, setup: DrafterSetup, edge: EdgeScores | None = None, candidates: int = 0
+        self,
+        head: ScoringHead,
+        setup: DrafterSetup,
+        edge: EdgeScores | None = None,
+        candidates: int = 0,
+        native_edges: NativeEdges | None = None,
     ) -> None:
         """`edge`: None: a row scores alike below all parents. `candidates`: how many of a row's best tokens get edges;
         0: all.
         """
-        self.head, self.edge, self.candidates = head, edge, candidates
+        self.head, self.edge, self.candidates, self.native_edges = head, edge, candidates, native_edges
         self.steps, self.topk = setup.tree.model_steps, setup.tree.topk
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
         self.vocabulary = vocabulary_of(head, setup.device)
@@ -39,9 +49,31 @@ class RowTrees:
     def tree_over(self, nodes: int, y: Tensor, roots: Tensor, seq_lens: Tensor, ranking: DraftRanking) -> Tree:
         """The trees under the roots, int64 [bs]. y [bs, levels, H]: row j scores the tokens of level j + 1."""
         scores = self.head.logits(y.flatten(0, 1)).unflatten(0, y.shape[:2])  # [bs, levels, draft vocabulary]
+        if ranking.is_plain and available(scores.device, scores.dtype):
+            edges = None if self.native_edges is None else self.native_edges(y.flatten(0, 1), roots, self.topk)
+            if self.edge is None or edges is not None:
+                return self._grow_at_once(roots, seq_lens, scores, nodes, ranking, edges)
         levels, expanded = self._grow(roots, y, scores, ranking)
         tree = organize_draft_results(roots, seq_lens, CandidatePool.of(levels, expanded), nodes)
         return ranking.without_refused(tree)
+
+    def _grow_at_once(
+        self,
+        roots: Tensor,
+        seq_lens: Tensor,
+        scores: Tensor,
+        nodes: int,
+        ranking: DraftRanking,
+        edges: SelectorRows | None,
+    ) -> Tree:
+        """The same by native kernels, one call for all levels."""
+        (bs, levels, vocab), noise = scores.shape, ranking.noise_of_levels(scores.shape[1])
+        corrected = None
+        if ranking.estimates is not None and ranking.temperature_bin is not None:
+            corrected = ranking.estimates.native_correction(ranking.temperature_bin)
+        scoring = NativeScoring(scores.flatten(0, 1), vocab, *noise, self.vocabulary)
+        best, parents = row_trees(scoring, bs, self.topk, corrected, nodes - 1, edges)
+        return selected_tree(roots, seq_lens, best, parents, self.topk, levels)
 
     def _grow(
         self, roots: Tensor, y: Tensor, scores: Tensor, ranking: DraftRanking

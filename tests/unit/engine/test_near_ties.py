@@ -12,8 +12,8 @@ from eagle_server.config import parse_args
 from eagle_server.engine.assembly.from_config import load_models
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.ops.native.library import available, use_native
-from tests.support import deepseek
 from tests.support.engines import random_config, random_target
+from tests.support.hybrids import hybrid_config, hybrid_target
 
 NGRAMS = ("--speculative-algorithm", "NGRAM")
 
@@ -40,9 +40,9 @@ def warns(directory: Path, caplog: pytest.LogCaptureFixture, *flags: str) -> boo
     ("head_size", "flags", "expected"),
     [
         (100, NGRAMS, False),
-        (512, NGRAMS, False),
-        (514, NGRAMS, True),
-        (514, ("--speculative-algorithm", "NONE"), False),
+        (640, NGRAMS, False),
+        (642, NGRAMS, True),
+        (642, ("--speculative-algorithm", "NONE"), False),
         (16, (*NGRAMS, "--cpu-kernels", "torch"), True),
         (16, (*NGRAMS, "--dtype", "bfloat16", "--cpu-kernels", "torch"), True),
     ],
@@ -55,7 +55,6 @@ def test_torchs_rounding_is_said_at_start(
     assert warns(tmp_path, caplog, *flags) == expected
 
 
-def test_latent_attention_is_said_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target, head = deepseek.random_pair()
-    deepseek.save(target, head, tmp_path)
-    assert warns(tmp_path, caplog, "--speculative-algorithm", "NEXTN")
+def test_layers_that_torch_computes_are_said_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_checkpoint(hybrid_target(64, kind="falcon"), tmp_path, hybrid_config(64, kind="falcon"), torch.float32)
+    assert warns(tmp_path, caplog, *NGRAMS)
