@@ -15,7 +15,15 @@ from tqdm import tqdm
 
 from eagle_tools.training.fingerprint import differences
 
-_ADAM = ("embed", "lm_head", "edges.before", "edges.after", "confidence")  # matrices that AdamW trains
+_ADAM = (
+    "embed",
+    "lm_head",
+    "edges.before",
+    "edges.after",
+    "confidence",
+    "router",
+    "shared_gate",
+)  # matrices that AdamW trains
 _MATRIX = 2  # dimensions
 
 
@@ -91,7 +99,8 @@ class Job:
 
     inputs: what the result depends on besides the number of steps, in plain values. A checkpoint from other inputs is
         not continued.
-    warm: the weights are those of a trained head, so one that gets no gradient is not random.
+    warm: the weights are those of a trained head. So one that gets no gradient is not random, and they are evaluated
+        before the first step.
     best_by: the number of `evaluate` by whose maximum the weights are chosen that stay; None: the last ones stay.
     accumulate: losses per step. Their gradients are averaged; `loss` counts all of them.
     """
@@ -142,6 +151,8 @@ def train(job: Job) -> History:
     first = progress.step
     bar = tqdm(range(first, job.schedule.steps), initial=first, total=job.schedule.steps, desc=job.name, unit="step")
     parameters = [p for p in job.model.parameters() if p.requires_grad]
+    if job.warm and first == 0:
+        _evaluate(job, history, progress)
     for step in bar:
         loss, numbers = _backward(job, step)
         _note_gradients(job.model, progress.untouched)
@@ -152,10 +163,8 @@ def train(job: Job) -> History:
             history.add(step, values)
             bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
         if (step + 1) % job.save_every == 0 or step + 1 == job.schedule.steps:
-            progress.step, found = step + 1, job.evaluate()
-            history.add(step + 1, found)
-            if job.best_by is not None:
-                progress.keep_best(job.model, found[job.best_by])
+            progress.step = step + 1
+            _evaluate(job, history, progress)
             _save(job, optimizers, history, progress)
             plot(history, job.directory / f"{job.name}-loss.png", job.name)
     if progress.untouched and not job.warm:
@@ -169,6 +178,13 @@ def train(job: Job) -> History:
 def best_point(history: History, name: str) -> tuple[int, float]:
     """(step, value) of the first highest value of a curve."""
     return max(history.curves[name], key=lambda point: point[1])
+
+
+def _evaluate(job: Job, history: History, progress: Progress) -> None:
+    found = job.evaluate()
+    history.add(progress.step, found)
+    if job.best_by is not None:
+        progress.keep_best(job.model, found[job.best_by])
 
 
 def _backward(job: Job, step: int) -> tuple[Tensor, dict[str, float]]:

@@ -83,6 +83,12 @@ def _head(parsed: argparse.Namespace) -> None:
     _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
+def _mtp(parsed: argparse.Namespace) -> None:
+    recipe = Recipe(kind="mtp", passes=parsed.passes, temperatures=tuple(parsed.temperatures), **_common(parsed))
+    start = parsed.init or parsed.target  # nobody trains them from random weights
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, start, parsed.target)
+
+
 def _medusa(parsed: argparse.Namespace) -> None:
     recipe = MedusaRecipe(
         heads=parsed.heads,
@@ -279,7 +285,12 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
 
 
 def _train_and_write(
-    target: TargetModel, data: Corpus | RowSet, recipe: AnyRecipe, out: Path, start: str | Path | None = None
+    target: TargetModel,
+    data: Corpus | RowSet,
+    recipe: AnyRecipe,
+    out: Path,
+    start: str | Path | None = None,
+    target_path: str | None = None,
 ) -> None:
     training = out / "training"
     match recipe:
@@ -290,7 +301,7 @@ def _train_and_write(
         case BlockRecipe():
             export_head(train_block(target, data, recipe, training, start), out)
         case Recipe():
-            export_trained(train_head(target, data, recipe, training, start), target, out)
+            export_trained(train_head(target, data, recipe, training, start, target_path), target, out)
     history = read_history(training / f"{recipe.kind}-history.json")
     print(write_head_card(out, history, recipe.kind))
     for name, points in history.curves.items():
@@ -309,6 +320,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "token-map": _token_map,
     "convert": _convert,
     "eagle3": _head,
+    "mtp": _mtp,
     "medusa": _medusa,
     "redrafter": _redrafter,
     "block": _block,

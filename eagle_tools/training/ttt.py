@@ -133,10 +133,23 @@ def _rolled(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
     """The input of the lm_head [batch * length, H] of each pass."""
     attention = RolloutAttention(lesson.batch, lesson.packing)
     hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast returns bfloat16
-    for _ in range(passes):
-        output = head(lesson.tokens, hidden, lesson.positions, attention)
+    begins = _document_begins(lesson)
+    for level in range(passes):
+        output = head.draft(level, lesson.tokens, hidden, lesson.positions, attention)
         yield output.normed
-        hidden = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1).flatten(0, 1)
+        moved = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1)
+        hidden = (moved if begins is None else moved.masked_fill(begins, 0.0)).flatten(0, 1)
+
+
+def _document_begins(lesson: Lesson) -> Tensor | None:
+    """Which rows are the first of a document, bool [batch, length, 1]; None: those with zeros already.
+
+    Several MTP layers read zeros there: their keys in a text's first rows are seen by all later rows.
+    """
+    if lesson.packing is None:
+        return None
+    documents = lesson.packing.documents[:, : len(lesson.tokens) // lesson.batch]
+    return (F.pad(documents[:, :-1], (1, 0), value=-2) != documents)[..., None]
 
 
 def ttt_loss(head: DraftHead, lesson: Lesson, passes: int, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
