@@ -81,7 +81,7 @@ def random_pair(seed: int = 0, base: dict[str, Any] = DEEPSEEK, **settings: Any)
     return target.requires_grad_(requires_grad=False).eval(), head
 
 
-def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
+def train(target: TargetModel, head: MtpHead, steps: int = 60, passes: int = 3) -> None:
     """Train the head for a few seconds on texts of the target."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(target.config.vocab_size, (192, 4), generator=generator)
@@ -91,7 +91,7 @@ def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / steps)
         window = texts[torch.randint(len(texts), (24,), generator=generator)]
-        loss, _ = ttt_loss(head, teach(target, window, everything, head.aux_boundaries), 3)
+        loss, _ = ttt_loss(head, teach(target, window, everything, head.aux_boundaries), passes)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
