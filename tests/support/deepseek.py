@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from eagle_server.models.checkpoints.drafts.mtp_files import published_name
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
@@ -74,11 +75,16 @@ def random_pair(seed: int = 0, base: dict[str, Any] = DEEPSEEK, **settings: Any)
     _randomize(target)
     nn.init.normal_(target.embed)
     nn.init.normal_(target.lm_head.weight, std=3.5 / math.sqrt(config.hidden_size))
-    borrowed = TargetWeights(target.embed.detach(), target.lm_head)
-    count = config_json.get("num_nextn_predict_layers", 1)
+    head = random_layers(target, config_json.get("num_nextn_predict_layers", 1))
+    return target.requires_grad_(requires_grad=False).eval(), head
+
+
+def random_layers(target: TargetModel, count: int = 1) -> MtpHead:
+    """Random MTP layers for a target of any family."""
+    config, borrowed = target.config, TargetWeights(target.embed.detach(), target.lm_head)
     head = MtpHead(MtpConfig.of(config, config.num_layers, count), config.max_position, borrowed)
     _randomize(head)
-    return target.requires_grad_(requires_grad=False).eval(), head
+    return head
 
 
 def train(target: TargetModel, head: MtpHead, steps: int = 60, passes: int = 3) -> None:
@@ -108,7 +114,8 @@ def save(
             f"{prefix}embed_tokens.weight": target.embed.detach().clone(),
             f"{prefix}shared_head.head.weight": target.lm_head.dense_weight().detach().clone(),
         }
-        own = {name: view.detach().clone() for name, view in head.weight_views()}
+        copies = {published_name(name, head.mtp): value for name, value in copies.items()}
+        own = {published_name(name, head.mtp): view.detach().clone() for name, view in head.weight_views()}
         save_file({**load_file(file), **copies, **own}, file)
     return directory
 
