@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,10 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _with_server_flags(words[1:]) if words[:1] == [CAPTURE] else _parser().parse_args(words)
     require_extra("train")
-    from eagle_tools.training.stages import STAGES  # imports torch, which --help does not need
+    if os.environ.get("RANK", "0") != "0":
+        os.environ["TQDM_DISABLE"] = "1"  # torchrun's first process shows progress
+    from eagle_tools.training.stages import run_stage  # imports torch, which --help does not need
 
     try:
-        STAGES[parsed.stage](parsed)
+        run_stage(parsed)
     except (ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

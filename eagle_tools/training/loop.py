@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_tools.training.data_parallel import add_up, copy_first, is_first, share
 from eagle_tools.training.fingerprint import differences
 
 _ADAM = (
@@ -102,7 +103,8 @@ class Job:
     warm: the weights are those of a trained head. So one that gets no gradient is not random, and they are evaluated
         before the first step.
     best_by: the number of `evaluate` by whose maximum the weights are chosen that stay; None: the last ones stay.
-    accumulate: losses per step. Their gradients are averaged; `loss` counts all of them.
+    accumulate: losses per step. Their gradients are averaged; `loss` counts all of them. Processes share them, see
+        `data_parallel`.
     """
 
     name: str
@@ -140,6 +142,8 @@ class Progress:
 def train(job: Job) -> History:
     """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one.
 
+    Of several processes only the first one evaluates, writes, and has the best weights at the end.
+
     Raises:
         ValueError: the checkpoint is of a training from other inputs, or of more steps; or some weights were not
             trained.
@@ -148,13 +152,15 @@ def train(job: Job) -> History:
     optimizers, history = Optimizers.of(job.model), History()
     progress = Progress(set(_trained(job.model)))
     _resume(job, optimizers, history, progress)
-    first = progress.step
-    bar = tqdm(range(first, job.schedule.steps), initial=first, total=job.schedule.steps, desc=job.name, unit="step")
+    first, steps = progress.step, job.schedule.steps
+    shown = {"desc": job.name, "unit": "step", "disable": not is_first()}
+    bar = tqdm(range(first, steps), initial=first, total=steps, **shown)
     parameters = [p for p in job.model.parameters() if p.requires_grad]
+    copy_first(parameters)
     if job.warm and first == 0:
         _evaluate(job, history, progress)
     for step in bar:
-        loss, numbers = _backward(job, step)
+        loss, numbers = _backward(job, parameters, step)
         _note_gradients(job.model, progress.untouched)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizers.step(job.schedule.rate(step))
@@ -162,7 +168,7 @@ def train(job: Job) -> History:
             values = {"train loss": float(loss), **numbers}
             history.add(step, values)
             bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
-        if (step + 1) % job.save_every == 0 or step + 1 == job.schedule.steps:
+        if (step + 1) % job.save_every == 0 or step + 1 == steps:
             progress.step = step + 1
             _evaluate(job, history, progress)
             _save(job, optimizers, history, progress)
@@ -181,21 +187,23 @@ def best_point(history: History, name: str) -> tuple[int, float]:
 
 
 def _evaluate(job: Job, history: History, progress: Progress) -> None:
+    if not is_first():
+        return
     found = job.evaluate()
     history.add(progress.step, found)
     if job.best_by is not None:
         progress.keep_best(job.model, found[job.best_by])
 
 
-def _backward(job: Job, step: int) -> tuple[Tensor, dict[str, float]]:
+def _backward(job: Job, parameters: Sequence[nn.Parameter], step: int) -> tuple[Tensor, dict[str, float]]:
     """The mean of the losses of a step, whose gradients are added up, and the last one's numbers."""
     total = torch.zeros(())
     numbers: dict[str, float] = {}
-    for part in range(step * job.accumulate, (step + 1) * job.accumulate):
+    for part in share(range(step * job.accumulate, (step + 1) * job.accumulate)):
         loss, numbers = job.loss(part)
         (loss / job.accumulate).backward()
         total = total.to(loss.device) + loss.detach() / job.accumulate
-    return total, numbers
+    return add_up(parameters, total), numbers
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -243,6 +251,8 @@ def _checkpoint(job: Job) -> Path:
 
 
 def _save(job: Job, optimizers: Optimizers, history: History, progress: Progress) -> None:
+    if not is_first():
+        return
     state = {
         "step": progress.step,
         "inputs": dict(job.inputs),
