@@ -157,7 +157,7 @@ def train(job: Job) -> History:
     bar = tqdm(range(first, steps), initial=first, total=steps, **shown)
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     copy_first(parameters)
-    if job.warm and first == 0:
+    if job.warm and first == 0 and is_first():
         _evaluate(job, history, progress)
     for step in bar:
         loss, numbers = _backward(job, parameters, step)
@@ -170,6 +170,8 @@ def train(job: Job) -> History:
             bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
         if (step + 1) % job.save_every == 0 or step + 1 == steps:
             progress.step = step + 1
+            if not is_first():
+                continue
             _evaluate(job, history, progress)
             _save(job, optimizers, history, progress)
             plot(history, job.directory / f"{job.name}-loss.png", job.name)
@@ -187,8 +189,6 @@ def best_point(history: History, name: str) -> tuple[int, float]:
 
 
 def _evaluate(job: Job, history: History, progress: Progress) -> None:
-    if not is_first():
-        return
     found = job.evaluate()
     history.add(progress.step, found)
     if job.best_by is not None:
@@ -251,8 +251,6 @@ def _checkpoint(job: Job) -> Path:
 
 
 def _save(job: Job, optimizers: Optimizers, history: History, progress: Progress) -> None:
-    if not is_first():
-        return
     state = {
         "step": progress.step,
         "inputs": dict(job.inputs),

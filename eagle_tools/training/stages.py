@@ -88,8 +88,8 @@ def _head(parsed: argparse.Namespace) -> None:
 
 def _mtp(parsed: argparse.Namespace) -> None:
     recipe = Recipe(kind="mtp", passes=parsed.passes, temperatures=tuple(parsed.temperatures), **_common(parsed))
-    start = parsed.init or parsed.target  # nobody trains them from random weights
-    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, start, parsed.target)
+    own = None if parsed.init else parsed.target  # there is no training from random weights
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init or own, own)
 
 
 def _medusa(parsed: argparse.Namespace) -> None:
@@ -135,8 +135,10 @@ def _block(parsed: argparse.Namespace) -> None:
 def _common(parsed: argparse.Namespace) -> dict[str, Any]:
     """The settings of every recipe, from the options that every head's training has."""
     names = ("steps", "peak", "texts", "sampled_texts", "loss", "accumulate")
-    if parsed.accumulate < 1 or parsed.accumulate % size():
-        least = -(-max(1, parsed.accumulate) // size()) * size()
+    if parsed.accumulate < 1:
+        raise ValueError("--accumulate should be at least 1")
+    if parsed.accumulate % size():
+        least = -(-parsed.accumulate // size()) * size()
         raise ValueError(f"--accumulate {parsed.accumulate}: a multiple of the {size()} processes is expected: {least}")
     settings = {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
     if _has_rows(parsed):
