@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _with_server_flags(words[1:]) if words[:1] == [CAPTURE] else _parser().parse_args(words)
     require_extra("train")
-    if os.environ.get("RANK", "0") != "0":
-        os.environ["TQDM_DISABLE"] = "1"  # torchrun's first process shows progress
     from eagle_tools.training.stages import run_stage  # imports torch, which --help does not need
 
     try:

@@ -8,9 +8,8 @@ the weights by rounding alone, and a training may go on with another number. The
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 
 import torch
@@ -21,8 +20,21 @@ _PATIENCE = timedelta(hours=6)  # of the others, while the first process evaluat
 
 
 def is_started() -> bool:
-    """Whether torchrun has started several processes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Whether torchrun has started this process."""
+    return bool(dist.is_torchelastic_launched())
+
+
+def own_device(name: str) -> str:
+    """The device of this process: each has the GPU of its local rank.
+
+    Raises:
+        ValueError: one GPU is named for all processes.
+    """
+    if not is_started():
+        return name
+    if name.startswith("cuda:"):
+        raise ValueError(f"--device {name}: every process has a GPU of its own; give --device cuda")
+    return f"cuda:{dist.get_node_local_rank()}" if name == "cuda" else name
 
 
 def size() -> int:
@@ -37,9 +49,9 @@ def is_first() -> bool:
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """A training on `device` together with the other processes, if there are any. Only the first one prints.
+    """A training together with the other processes, if there are any: by NCCL on GPUs, by gloo on CPUs.
 
-    A GPU is that of the process, by its local rank: NCCL joins them, gloo those on CPUs.
+    device: as `own_device` gives it. Only the first process prints and shows progress; all report errors.
     """
     if not is_started():
         yield
@@ -49,7 +61,10 @@ def joined(device: str) -> Iterator[None]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_gpu else "gloo", timeout=_PATIENCE)
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if is_first() else nowhere):
+        with open(os.devnull, "w") as nowhere, ExitStack() as quiet:
+            if not is_first():
+                quiet.enter_context(redirect_stdout(nowhere))
+                quiet.enter_context(redirect_stderr(nowhere))
             yield
         dist.barrier()  # the first one has written everything
     finally:

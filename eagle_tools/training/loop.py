@@ -153,8 +153,7 @@ def train(job: Job) -> History:
     progress = Progress(set(_trained(job.model)))
     _resume(job, optimizers, history, progress)
     first, steps = progress.step, job.schedule.steps
-    shown = {"desc": job.name, "unit": "step", "disable": not is_first()}
-    bar = tqdm(range(first, steps), initial=first, total=steps, **shown)
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc=job.name, unit="step")
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     copy_first(parameters)
     if job.warm and first == 0 and is_first():

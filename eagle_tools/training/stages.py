@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -24,7 +23,7 @@ from eagle_tools.training.block import train_block
 from eagle_tools.training.capture import target_directory
 from eagle_tools.training.captured_target import CapturedTarget
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files, tokenize
-from eagle_tools.training.data_parallel import first_before_others, is_first, is_started, joined, size
+from eagle_tools.training.data_parallel import first_before_others, is_first, is_started, joined, own_device, size
 from eagle_tools.training.eagle3 import evaluate_head, train_head
 from eagle_tools.training.export import (
     convert_head,
@@ -221,9 +220,7 @@ def _captured(parsed: argparse.Namespace) -> tuple[CapturedTarget, RowSet]:
 def _device(name: str) -> str:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda:") and is_started():
-        raise ValueError(f"--device {name}: every process has a GPU of its own; give --device cuda")
-    return f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and is_started() else name
+    return own_device(name)
 
 
 def _export(parsed: argparse.Namespace) -> None:

@@ -69,7 +69,7 @@ class MedusaHeads(DraftModel):
         """h [rows, H] -> logits of the first `heads` heads (None: all), float32 [heads, rows, draft vocabulary]."""
         x = self.states(hidden, heads)
         if not self.lm_heads:  # one product for all heads
-            return self.head_logits(0, x.flatten(0, 1)).float().unflatten(0, (len(x), -1))
+            return self.head_logits(0, x.flatten(0, 1)).float().view(*x.shape[:2], -1)
         return torch.stack([self.head_logits(i, each) for i, each in enumerate(x)]).float()
 
     def states(self, hidden: Tensor, heads: int | None = None) -> Tensor:

@@ -45,6 +45,7 @@ def together(*commands: Sequence[str]) -> list[tuple[int, str, str]]:
     for rank, command in enumerate(commands):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands))}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        where["TORCHELASTIC_RUN_ID"] = "test"
         program = [sys.executable, "-m", "eagle_tools.training", *command]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(program, env={**os.environ, **ranks, **where}, text=True, **pipes))
@@ -131,7 +132,7 @@ def test_what_processes_cannot_share_is_refused(
 def test_other_stages_are_not_shared(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     command = ["token-map", "--model-path", "x", "--data", str(data), "--size", "4", "--out", str(tmp_path / "map.pt")]
     assert main(command) == 2
     assert "token-map: one process computes it; start it without torchrun" in capsys.readouterr().err
