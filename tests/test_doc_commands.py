@@ -86,6 +86,11 @@ def python(arguments: Sequence[str]) -> None:
             accepts(lambda: runpy.run_path(str(ROOT / arguments[0]), run_name="__main__"))
 
 
+def torchrun(arguments: Sequence[str]) -> None:
+    """Its own options end where the module begins."""
+    python(arguments[list(arguments).index("-m") :])
+
+
 def pip(arguments: Sequence[str]) -> None:
     assert arguments[0] in ("install", "wheel")
     options = argparse.ArgumentParser(exit_on_error=False)
@@ -142,6 +147,7 @@ CHECKS = {
     "python": python,
     "python3": python,
     "eagle-server": lambda arguments: module_accepts("eagle_server", arguments),
+    "torchrun": torchrun,
     "pip": pip,
     "pytest": run_pytest,
     "docker": docker,

@@ -53,6 +53,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, H] -> (expert ids int64, weights float32), both [rows, k]."""
+        if torch.is_autocast_enabled(x.device.type):  # in trainings
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x)
         return self.choose(F.linear(x.to(self.weight.dtype), self.weight, self.bias))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

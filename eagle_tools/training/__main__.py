@@ -13,6 +13,7 @@ from eagle_tools.training.recipes import (
     DEMO_HEAD,
     DIALECTS,
     LOSS_NAMES,
+    MTP,
     ROW_LENGTH,
     WEIGHTINGS,
     AnyRecipe,
@@ -34,6 +35,8 @@ Train draft heads, and the demo pair that this package contains.
     eagle-server train evaluate --target PATH_OR_HUB_ID --head HEAD --data CHATS.jsonl
   a head from elsewhere, trained further for the temperatures that you serve:
     eagle-server train eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
+  the target's own MTP layers, for as many draft steps as you serve:
+    eagle-server train mtp --target PATH_OR_HUB_ID --data ROWS.jsonl --out HEAD
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   rows that your served model writes, which is the best data for its head:
     eagle-server train regenerate --data PROMPTS.jsonl --url http://HOST:PORT/v1 --out ROWS.jsonl
@@ -61,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _with_server_flags(words[1:]) if words[:1] == [CAPTURE] else _parser().parse_args(words)
     require_extra("train")
-    from eagle_tools.training.stages import STAGES  # imports torch, which --help does not need
+    from eagle_tools.training.stages import run_stage  # imports torch, which --help does not need
 
     try:
-        STAGES[parsed.stage](parsed)
+        run_stage(parsed)
     except (ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -131,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--out", type=Path, required=True, help="where it is written")
     convert.add_argument("--format", choices=DIALECTS, required=True, help="sglang, or speculators, which vLLM reads")
     _add_head_arguments(stage("eagle3", "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
+    _add_mtp_arguments(stage("mtp", "train the target's own MTP layers further, for several draft steps"))
     _add_medusa_arguments(stage("medusa", "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", "train a ReDrafter head for a dense target"))
     _add_block_arguments(stage("block", "train a block drafter (DFlash, DFlash 2, DSpark) for a dense target"))
@@ -258,12 +262,22 @@ def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", choices=("eagle3", "eagle"), default=default.kind, help="the head's format (%(default)s)"
     )
-    parser.add_argument("--passes", type=int, default=default.passes, help="draft steps that are trained (%(default)s)")
+    _add_step_arguments(parser, default)
     parser.add_argument("--draft-vocab", type=int, help="only the most frequent tokens are drafted (EAGLE-3)")
     parser.add_argument("--ffn", type=int, help="width of the head's MLP (not given: the target's)")
     parser.add_argument(
         "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
     )
+
+
+def _add_mtp_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common_arguments(parser, MTP)
+    _add_step_arguments(parser, MTP)
+
+
+def _add_step_arguments(parser: argparse.ArgumentParser, default: Recipe) -> None:
+    """The options of heads that are trained on their own output."""
+    parser.add_argument("--passes", type=int, default=default.passes, help="draft steps that are trained (%(default)s)")
     parser.add_argument(
         "--temperatures",
         type=float,

@@ -32,17 +32,23 @@ from eagle_tools.training.ttt import accuracies, by_start, chain_length, couplin
 
 
 def train_head(
-    target: TargetModel, data: Corpus | RowSet, recipe: Recipe, directory: Path, start: str | Path | None = None
+    target: TargetModel,
+    data: Corpus | RowSet,
+    recipe: Recipe,
+    directory: Path,
+    start: str | Path | None = None,
+    target_path: str | Path | None = None,
 ) -> NewHead:
     """Train a head in `directory`, or finish its training. `target` is frozen.
 
-    start: a checkpoint directory or Hub id to train on from, which has the head's shape; None: a new head.
+    start: a checkpoint directory or Hub id to train on from, which has the head's shape; None: a new head, which MTP
+        layers cannot be. target_path: of the target's files, where `start` may be them.
 
     Raises:
         ValueError: too little text, another training in `directory`, or `start` is not what the recipe says.
         CheckpointError: `start` is no head for this target.
     """
-    started = None if start is None else _started(target, recipe, start)
+    started = None if start is None else _started(target, recipe, start, target_path)
     key = None if started is None else weights_fingerprint(started.head)
     inputs, source = begin(target, data, recipe, directory, key)
     torch.manual_seed(0)
@@ -135,6 +141,6 @@ def _coverage(counts: TokenCounts, draft_ids: Tensor) -> str:
     return f"{vocab}, {covered}; {enough}"
 
 
-def _started(target: TargetModel, recipe: Recipe, start: str | Path) -> NewHead:
+def _started(target: TargetModel, recipe: Recipe, start: str | Path, target_path: str | Path | None) -> NewHead:
     refuse_sizes(start, recipe, ("draft_vocab", "intermediate_size", "boundaries"))
-    return existing_head(target, start, recipe.kind)
+    return existing_head(target, start, recipe.kind, target_path)

@@ -6,17 +6,22 @@ import json
 import shutil
 import sysconfig
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eagle_server.models.checkpoints.drafts.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.mtp_files import published_name
 from eagle_server.models.checkpoints.load_target import load_family_target
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle3 import Eagle3Head
+from eagle_server.models.drafts.mtp import MtpHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.block import NewBlock
 from eagle_tools.training.corpus import END_OF_TEXT, standard_library_files
@@ -58,8 +63,27 @@ def export_head(new: NewHead | NewRedrafter | NewBlock, directory: Path, dtype: 
     save_checkpoint(new.head, directory, new.config_json, dtype)
 
 
+def export_mtp(head: MtpHead, config_json: Mapping[str, Any], target: TargetModel, directory: Path) -> None:
+    """Write trained MTP layers alone, under the names of the target's family, with the target's config.json.
+
+    Raises:
+        CheckpointError: our loader would not read them again as they are.
+    """
+    save_checkpoint(head, directory, config_json, name_of=partial(published_name, config=head.mtp))
+    how = Loading(context=target.rope.cos.shape[0], progress=False, pack=False)
+    loaded = load_draft(directory, target, how, algorithm="NEXTN")
+    assert isinstance(loaded, MtpHead)
+    read = dict(loaded.weight_views())
+    for name, view in head.weight_views():
+        if name in read and not torch.equal(view.bfloat16(), read[name].bfloat16()):
+            raise CheckpointError(f"{directory}: {name}: other values are loaded than were trained")
+
+
 def export_trained(new: NewHead, target: TargetModel, directory: Path) -> None:
-    """Write a trained EAGLE head as SGLang reads it, or vLLM, or else in the format it had before."""
+    """Write a trained EAGLE head as SGLang reads it, or vLLM, or else in the format it had before; MTP layers too."""
+    if isinstance(new.head, MtpHead):
+        export_mtp(new.head, new.config_json, target, directory)
+        return
     dialect = expressible(new.head, target) if isinstance(new.head, Eagle3Head) else None
     if dialect is None:
         export_head(new, directory)

@@ -15,6 +15,7 @@ import torch
 
 from eagle_server.models.checkpoints.save import HasWeightViews
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools.training.data_parallel import is_first
 
 _FREE = ("steps", "compiled")  # settings that may change when a training goes on
 
@@ -75,8 +76,9 @@ def claim(directory: Path, inputs: Mapping[str, Any], steps: int) -> None:
                 f"{directory} holds a training with other settings ({', '.join(changed)}; see {path}); choose another "
                 "--out, or delete the directory"
             )
-    directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**inputs, "steps": steps}, indent=2) + "\n")
+    if is_first():
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**inputs, "steps": steps}, indent=2) + "\n")
 
 
 def cached_arrays(path: Path, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

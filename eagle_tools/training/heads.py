@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,17 @@ from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.loading import Loading
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.config_json import read_config
+from eagle_server.models.config_json import read_config, read_whole_config
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import DraftModel, TargetWeights
+from eagle_server.models.drafts.mtp import MtpHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_tools.training.recipes import Kind
 
+_ALGORITHMS: dict[Kind, str] = {"eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN"}
+_QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json: a trained layer is not
 _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default boundaries
 
 
@@ -29,12 +32,13 @@ _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default 
 class NewHead:
     """A head to train, and its config.json as a dict, which a loader reads."""
 
-    head: Eagle3Head | EagleHead
+    head: Eagle3Head | EagleHead | MtpHead
     config_json: dict[str, Any]
 
     def draft_ids(self) -> Tensor:
         """The token ids of the head's outputs, int64 [Vd]."""
-        return self.head.target_ids(torch.arange(self.head.draft_vocab_size, device=self.head.rope.cos.device))
+        device = next(self.head.parameters()).device
+        return self.head.target_ids(torch.arange(self.head.draft_vocab_size, device=device))
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:
@@ -76,29 +80,43 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
     return NewHead(head, published)
 
 
-def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
-    """The head of a checkpoint directory or Hub id, to train it further.
+def existing_head(target: TargetModel, path: str | Path, kind: Kind, target_path: str | Path | None = None) -> NewHead:
+    """The head of a checkpoint directory or Hub id, to train it further. target_path: see `trainable`.
 
     Raises:
         CheckpointError: no head for this target, or not of this kind.
     """
-    head, published = trainable(target, path, "EAGLE" if kind == "eagle" else "EAGLE3")
-    assert isinstance(head, Eagle3Head | EagleHead)
+    head, published = trainable(target, path, _ALGORITHMS[kind], target_path)
+    assert isinstance(head, Eagle3Head | EagleHead | MtpHead)
+    if isinstance(head, MtpHead):
+        published = _not_quantized(read_whole_config(resolve_checkpoint(path)))
     return NewHead(head, published)
 
 
 def trainable(
-    target: TargetModel, path: str | Path, algorithm: Literal["EAGLE", "EAGLE3", "DFLASH", "MEDUSA", "REDRAFTER"]
+    target: TargetModel, path: str | Path, algorithm: str, target_path: str | Path | None = None
 ) -> tuple[DraftModel, dict[str, Any]]:
     """The head of a checkpoint directory or Hub id with gradients, and its config.json; {}: it has none.
+
+    algorithm: a name in `ALGORITHMS`. target_path: of the target's files, if they may be those that hold the head.
 
     Raises:
         CheckpointError: no head for this target, or not of this algorithm.
     """
     directory, context = resolve_checkpoint(path), target.rope.cos.shape[0]
-    head = load_draft(directory, target, Loading(context=context, progress=False, pack=False), algorithm=algorithm)
+    how = Loading(context=context, progress=False, pack=False)
+    head = load_draft(directory, target, how, algorithm=algorithm, target_path=target_path)
     head.requires_grad_(requires_grad=True).train()
     return head, read_config(directory) if (directory / "config.json").is_file() else {}
+
+
+def _not_quantized(config_json: dict[str, Any]) -> dict[str, Any]:
+    """Without what says how the weights are quantized, here or in the part of the text decoder."""
+    return {
+        key: _not_quantized(value) if key == "text_config" else value
+        for key, value in config_json.items()
+        if key not in _QUANTIZED
+    }
 
 
 def refuse_sizes(start: str | Path, recipe: Any, names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_tools.training.data_parallel import add_up, copy_first, is_first, share
 from eagle_tools.training.fingerprint import differences
 
 # Parts of names of matrices that AdamW trains.
-_ADAM = ("embed", "lm_head", "edges.before", "edges.after", "edges.to_scores", "confidence")
+_ADAM = ("embed", "lm_head", "edges.before", "edges.after", "edges.to_scores", "confidence", "router", "shared_gate")
 _MATRIX = 2  # dimensions
 
 
@@ -92,9 +93,11 @@ class Job:
 
     inputs: what the result depends on besides the number of steps, in plain values. A checkpoint from other inputs is
         not continued.
-    warm: the weights are those of a trained head, so one that gets no gradient is not random.
+    warm: the weights are those of a trained head. So one that gets no gradient is not random, and they are evaluated
+        before the first step.
     best_by: the number of `evaluate` by whose maximum the weights are chosen that stay; None: the last ones stay.
-    accumulate: losses per step. Their gradients are averaged; `loss` counts all of them.
+    accumulate: losses per step. Their gradients are averaged; `loss` counts all of them. Processes share them, see
+        `data_parallel`.
     """
 
     name: str
@@ -132,6 +135,8 @@ class Progress:
 def train(job: Job) -> History:
     """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one.
 
+    Of several processes only the first one evaluates, writes, and has the best weights at the end.
+
     Raises:
         ValueError: the checkpoint is of a training from other inputs, or of more steps; or some weights were not
             trained.
@@ -140,11 +145,14 @@ def train(job: Job) -> History:
     optimizers, history = Optimizers.of(job.model), History()
     progress = Progress(set(_trained(job.model)))
     _resume(job, optimizers, history, progress)
-    first = progress.step
-    bar = tqdm(range(first, job.schedule.steps), initial=first, total=job.schedule.steps, desc=job.name, unit="step")
+    first, steps = progress.step, job.schedule.steps
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc=job.name, unit="step")
     parameters = [p for p in job.model.parameters() if p.requires_grad]
+    copy_first(parameters)
+    if job.warm and first == 0 and is_first():
+        _evaluate(job, history, progress)
     for step in bar:
-        loss, numbers = _backward(job, step)
+        loss, numbers = _backward(job, parameters, step)
         _note_gradients(job.model, progress.untouched)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizers.step(job.schedule.rate(step))
@@ -152,11 +160,11 @@ def train(job: Job) -> History:
             values = {"train loss": float(loss), **numbers}
             history.add(step, values)
             bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
-        if (step + 1) % job.save_every == 0 or step + 1 == job.schedule.steps:
-            progress.step, found = step + 1, job.evaluate()
-            history.add(step + 1, found)
-            if job.best_by is not None:
-                progress.keep_best(job.model, found[job.best_by])
+        if (step + 1) % job.save_every == 0 or step + 1 == steps:
+            progress.step = step + 1
+            if not is_first():
+                continue
+            _evaluate(job, history, progress)
             _save(job, optimizers, history, progress)
             plot(history, job.directory / f"{job.name}-loss.png", job.name)
     if progress.untouched and not job.warm:
@@ -172,15 +180,22 @@ def best_point(history: History, name: str) -> tuple[int, float]:
     return max(history.curves[name], key=lambda point: point[1])
 
 
-def _backward(job: Job, step: int) -> tuple[Tensor, dict[str, float]]:
+def _evaluate(job: Job, history: History, progress: Progress) -> None:
+    found = job.evaluate()
+    history.add(progress.step, found)
+    if job.best_by is not None:
+        progress.keep_best(job.model, found[job.best_by])
+
+
+def _backward(job: Job, parameters: Sequence[nn.Parameter], step: int) -> tuple[Tensor, dict[str, float]]:
     """The mean of the losses of a step, whose gradients are added up, and the last one's numbers."""
     total = torch.zeros(())
     numbers: dict[str, float] = {}
-    for part in range(step * job.accumulate, (step + 1) * job.accumulate):
+    for part in share(range(step * job.accumulate, (step + 1) * job.accumulate)):
         loss, numbers = job.loss(part)
         (loss / job.accumulate).backward()
         total = total.to(loss.device) + loss.detach() / job.accumulate
-    return total, numbers
+    return add_up(parameters, total), numbers
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ token that came. Its mean over texts is the same, but noisier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,31 +20,19 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_tools.training.captured_target import output_of
 from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.fingerprint import weights_fingerprint
 from eagle_tools.training.heads import refuse_sizes, trainable
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.packing import Packing, counted_loss
+from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LossName, MedusaRecipe
 from eagle_tools.training.rows.row_set import RowSet
 from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
-from eagle_tools.training.ttt import accuracies, by_start, chain_length
+from eagle_tools.training.ttt import Lesson, accuracies, aligned_loss, by_start, chain_length, counted_rows, down, teach
 
-HEAD_DECAY = 0.8
 FILE = "medusa_lm_head.safetensors"
 _EVALUATED = 8  # texts per forward
-
-
-@dataclass(frozen=True)
-class MedusaLesson:
-    """Texts, and the target's features and distributions for all tokens except the last."""
-
-    features: Tensor  # [batch, length - 1, H], the target's last hidden state at t
-    probs: Tensor  # float32 [batch, length - 1, V], distribution of the token at t + 1
-    window: Tensor  # int64 [batch, length]
-    packing: Packing | None = None  # of the window; None: each text is one document, and all of it counts
 
 
 def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: bool = False) -> MedusaHeads:
@@ -62,34 +50,13 @@ def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: b
     return model
 
 
-@torch.no_grad()
-def medusa_lesson(target: TargetModel, window: Tensor, packing: Packing | None = None) -> MedusaLesson:
-    """The lesson of texts `window` int64 [batch, length]."""
-    seen = window[:, :-1]
-    batch, length = seen.shape
-    places = torch.arange(length, device=window.device).repeat(batch)
-    if packing is not None:
-        places = packing.positions()[:, :-1].reshape(-1)
-    hidden = output_of(target, seen, places, packing).hidden
-    probs = target.logits(hidden).float().softmax(-1)
-    return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window, packing)
-
-
-def medusa_loss(model: MedusaHeads, lesson: MedusaLesson, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
-    """(loss, hits bool [heads, batch, length - 2]). With a packing only its chains count in the loss.
-
-    hits[i, :, t] says whether head i, at position t - i, predicts the token at t + 2. It is False for t < i.
-    """
-    heads, length = model.config.heads, lesson.window.shape[1]
-    logits = model(lesson.features[:, :-1].flatten(0, 1)).unflatten(1, (-1, length - 2))  # [heads, batch, length-2, V]
-    total, hits = logits.new_zeros(()), torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    chains = None if lesson.packing is None else lesson.packing.chains(heads)
-    for i in range(heads):
-        counted = None if chains is None else chains[i, :, : length - 2 - i]
-        guessed, rows = logits[i, :, : length - 2 - i], slice(i, length - 2)
-        total = total + HEAD_DECAY**i * counted_loss(loss, lesson.probs[:, i + 1 : length - 1], guessed, counted)
-        hits[i, :, rows] = guessed.argmax(-1) == lesson.window[:, 2 + i :]
-    return total / sum(HEAD_DECAY**i for i in range(heads)), hits
+def medusa_loss(model: MedusaHeads, lesson: Lesson, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
+    """(loss, hits bool [heads, batch, length]), as of `ttt_loss`: head i at row t - i predicts the token at t + 2."""
+    heads, batch = model.config.heads, lesson.batch
+    states = model.states(lesson.features).unflatten(1, (batch, -1))
+    steps = [down(each, i).flatten(0, 1) for i, each in enumerate(states)]
+    total, best = aligned_loss(lesson, steps, counted_rows(lesson, heads), model.head_logits, loss)
+    return total, (best == lesson.following).unflatten(1, (batch, -1))
 
 
 def existing_medusa(target: TargetModel, start: str | Path, recipe: MedusaRecipe) -> MedusaHeads:
@@ -114,18 +81,20 @@ def train_medusa(
     model = started or new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
     device = target.embed.device
     narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
-    lesson_of = torch.compile(medusa_lesson) if recipe.compiled else medusa_lesson
+    everything = torch.arange(target.config.vocab_size, device=device)
+    lesson_of = torch.compile(teach) if recipe.compiled else teach
     loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         window, packing = source.window(step)
         window, packing = window.to(device), None if packing is None else packing.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
-            return loss_of(model, lesson_of(target, window, packing), recipe.loss)[0], {}
+            return loss_of(model, lesson_of(target, window, everything, packing=packing), recipe.loss)[0], {}
 
     @torch.no_grad()
     def score(window: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        value, hits = medusa_loss(model, medusa_lesson(target, window.to(device), packing.to(device)), recipe.loss)
+        lesson = teach(target, window.to(device), everything, packing=packing.to(device))
+        value, hits = medusa_loss(model, lesson, recipe.loss)
         return value, by_start(hits), packing.chains(model.config.heads)
 
     @torch.no_grad()
@@ -145,11 +114,12 @@ def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, sam
     """The loss on held-out text; each head's accuracy and the accept length of chains on the target's own texts."""
     device, length = target.embed.device, samples.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
-    losses = [medusa_loss(model, medusa_lesson(target, part))[0] for part in held_out.split(_EVALUATED)]
+    everything = torch.arange(target.config.vocab_size, device=device)
+    losses = [medusa_loss(model, teach(target, part, everything))[0] for part in held_out.split(_EVALUATED)]
     numbers = {"held-out loss": float(torch.stack(losses).mean())}
     for label, texts in (("T=0", samples.greedy), ("T=1", samples.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
-        parts = [medusa_loss(model, medusa_lesson(target, part))[1] for part in window.split(_EVALUATED)]
+        parts = [medusa_loss(model, teach(target, part, everything))[1] for part in window.split(_EVALUATED)]
         written = written_part(torch.cat(parts, dim=1), length)
         for index, accuracy in enumerate(accuracies(written)):
             numbers[f"{label} head {index + 1}"] = accuracy

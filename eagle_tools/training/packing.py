@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_tools.training.losses import draft_loss
-from eagle_tools.training.recipes import LossName
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -49,15 +46,6 @@ class Packing:
             counts = counts & torch.nn.functional.pad(known, (0, rows - known.shape[1]))
             found.append(counts)
         return torch.stack(found)
-
-
-def counted_loss(name: LossName, probs: Tensor, logits: Tensor, counted: Tensor | None) -> Tensor:
-    """`draft_loss` over the rows [..] that count; None: all. It is 0 where none does."""
-    if counted is None:
-        return draft_loss(name, probs, logits)
-    if not counted.any():
-        return logits.sum() * 0.0
-    return draft_loss(name, probs[counted], logits[counted])
 
 
 def served_length(hits: Tensor, counted: Tensor) -> float:

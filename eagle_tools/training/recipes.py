@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["eagle3", "eagle"]
+Kind = Literal["eagle3", "eagle", "mtp"]
 LossName = Literal["kl", "tv", "kl+tv", "coupled", "dspark"]  # see `losses`
 LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 EdgeName = Literal["none", "selector", "markov"]
@@ -129,6 +129,8 @@ class BlockRecipe:
     compiled: bool = False
     accumulate: int = 1
 
+
+MTP = Recipe(kind="mtp", passes=3, peak=5e-4)  # defaults for the target's own MTP layers, which are trained on
 
 AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe | BlockRecipe
 

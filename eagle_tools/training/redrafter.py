@@ -25,12 +25,12 @@ from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.fingerprint import weights_fingerprint
 from eagle_tools.training.heads import refuse_sizes, trainable
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.packing import Packing, counted_loss
+from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LossName, RedrafterRecipe
 from eagle_tools.training.rows.row_set import RowSet
 from eagle_tools.training.sources import OwnTexts, RowTexts, begin, written_part
 from eagle_tools.training.target import evenly_spaced
-from eagle_tools.training.ttt import PASS_DECAY, Lesson, teach
+from eagle_tools.training.ttt import Lesson, aligned_loss, by_start, counted_rows, down, teach
 
 
 @dataclass(frozen=True)
@@ -154,32 +154,38 @@ def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]
 
     With a packing for all rows of a window, whose chains say what counts.
     """
+    for read in _read(head, lesson, steps):
+        yield head.logits(*read.flatten(0, 1).chunk(2, dim=-1))
+
+
+def _read(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]:
+    """What each step makes its logits of, the context and the state of each row: [batch, rows, 2 * H]."""
     tokens, features = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.tokens, lesson.features))
     if lesson.packing is not None:
         tokens = F.pad(tokens, (0, steps - 1))
     rows = tokens.shape[1] - steps + 1
-    context, state = features[:, :rows].flatten(0, 1), None
+    context, state = features[:, :rows], None
     for step in range(steps):
         state = head.state(tokens[:, step : step + rows].flatten(), state)
-        yield head.logits(context, state)
+        yield torch.cat([context, state.unflatten(0, (lesson.batch, rows))], dim=-1)
 
 
 def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
     """(loss, hits bool [steps, batch, rows]): hits says where the head's best token is the next token.
 
-    loss = sum over k of 0.8^k * mean over rows of `loss` between p and q_k, over the sum of the weights.
+    The loss is that of `aligned_loss`. With a packing only its chains count.
     """
-    probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
-    rows = following.shape[1] - (steps - 1 if lesson.packing is None else 0)
-    total, hits = probs.new_zeros(()), []
-    chains = None if lesson.packing is None else lesson.packing.chains(steps)
-    for step, logits in enumerate(rollout(head, lesson, steps)):
-        known = min(rows, following.shape[1] - step)  # rows whose step is in the window
-        here, drafts = slice(step, step + known), logits.unflatten(0, (lesson.batch, rows))[:, :known]
-        counted = None if chains is None else chains[step, :, :known]
-        total = total + PASS_DECAY**step * counted_loss(loss, probs[:, here], drafts, counted)
-        hits.append(F.pad(drafts.detach().argmax(-1) == following[:, here], (0, rows - known)))
-    return total / sum(PASS_DECAY**step for step in range(steps)), torch.stack(hits)
+    length = len(lesson.tokens) // lesson.batch
+    read = list(_read(head, lesson, steps))
+    rows = read[0].shape[1]
+    moved = [down(F.pad(each, (0, 0, 0, length - rows)), step).flatten(0, 1) for step, each in enumerate(read)]
+    counted = counted_rows(lesson, steps)
+    if lesson.packing is None:  # chains that leave the text do not count
+        places = torch.arange(length, device=counted.device).repeat(lesson.batch)
+        counted = counted & torch.stack([places < rows + step for step in range(steps)])
+    total, best = aligned_loss(lesson, moved, counted, lambda _, each: head.logits(*each.chunk(2, dim=-1)), loss)
+    right = (best == lesson.following).unflatten(1, (lesson.batch, -1))
+    return total, by_start(right)[..., :rows]
 
 
 def accuracies(hits: Tensor) -> list[float]:

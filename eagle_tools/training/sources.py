@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
+from eagle_tools.training.data_parallel import first_before_others
 from eagle_tools.training.fingerprint import cached_arrays, claim, fingerprint, save_arrays, training_inputs
 from eagle_tools.training.generate import TextSampling, target_texts
 from eagle_tools.training.packing import Packing
@@ -112,10 +113,11 @@ def begin(
     elif len(data.held_out) < recipe.length + 2:
         raise ValueError(f"too little text: {len(data.held_out)} tokens are held out, a text has {recipe.length + 1}")
     inputs = training_inputs(target, data.key, recipe, start)
-    claim(directory, inputs, recipe.steps)
-    if isinstance(data, RowSet):
-        return inputs, RowTexts(data, recipe)
-    samples = own_texts(target, data, recipe, directory, inputs["target"])
+    with first_before_others():
+        claim(directory, inputs, recipe.steps)
+        if isinstance(data, RowSet):
+            return inputs, RowTexts(data, recipe)
+        samples = own_texts(target, data, recipe, directory, inputs["target"])
     return inputs, CorpusTexts(data, samples, recipe, target.config.max_position)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from eagle_tools.training.block import train_block
 from eagle_tools.training.capture import target_directory
 from eagle_tools.training.captured_target import CapturedTarget
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files, tokenize
+from eagle_tools.training.data_parallel import first_before_others, is_first, is_started, joined, own_device, size
 from eagle_tools.training.eagle3 import evaluate_head, train_head
 from eagle_tools.training.export import (
     convert_head,
@@ -83,6 +85,12 @@ def _head(parsed: argparse.Namespace) -> None:
     _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init)
 
 
+def _mtp(parsed: argparse.Namespace) -> None:
+    recipe = Recipe(kind="mtp", passes=parsed.passes, temperatures=tuple(parsed.temperatures), **_common(parsed))
+    own = None if parsed.init else parsed.target  # there is no training from random weights
+    _train_and_write(*_target_and_data(parsed), recipe, parsed.out, parsed.init or own, own)
+
+
 def _medusa(parsed: argparse.Namespace) -> None:
     recipe = MedusaRecipe(
         heads=parsed.heads,
@@ -128,6 +136,9 @@ def _common(parsed: argparse.Namespace) -> dict[str, Any]:
     names = ("steps", "peak", "texts", "sampled_texts", "loss", "accumulate")
     if parsed.accumulate < 1:
         raise ValueError("--accumulate should be at least 1")
+    if parsed.accumulate % size():
+        least = -(-parsed.accumulate // size()) * size()
+        raise ValueError(f"--accumulate {parsed.accumulate}: a multiple of the {size()} processes is expected: {least}")
     settings = {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
     if _has_rows(parsed):
         return {**settings, "sampled_texts": 0, "length": parsed.length or ROW_LENGTH}
@@ -182,9 +193,10 @@ def _target_and_data(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus | 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
-    if texts is not None:
-        return target, own_files(tokenizer, texts, end, cache)
-    return target, standard_library(tokenizer, end, cache)
+    with first_before_others():
+        if texts is not None:
+            return target, own_files(tokenizer, texts, end, cache)
+        return target, standard_library(tokenizer, end, cache)
 
 
 def _captured(parsed: argparse.Namespace) -> tuple[CapturedTarget, RowSet]:
@@ -206,9 +218,9 @@ def _captured(parsed: argparse.Namespace) -> tuple[CapturedTarget, RowSet]:
 
 
 def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return own_device(name)
 
 
 def _export(parsed: argparse.Namespace) -> None:
@@ -279,18 +291,27 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
 
 
 def _train_and_write(
-    target: TargetModel, data: Corpus | RowSet, recipe: AnyRecipe, out: Path, start: str | Path | None = None
+    target: TargetModel,
+    data: Corpus | RowSet,
+    recipe: AnyRecipe,
+    out: Path,
+    start: str | Path | None = None,
+    target_path: str | None = None,
 ) -> None:
     training = out / "training"
+    write: Callable[[], None]
     match recipe:
         case MedusaRecipe():
-            export_medusa(train_medusa(target, data, recipe, training, start), out)
+            write = partial(export_medusa, train_medusa(target, data, recipe, training, start), out)
         case RedrafterRecipe():
-            export_head(train_redrafter(target, data, recipe, training, start), out)
+            write = partial(export_head, train_redrafter(target, data, recipe, training, start), out)
         case BlockRecipe():
-            export_head(train_block(target, data, recipe, training, start), out)
+            write = partial(export_head, train_block(target, data, recipe, training, start), out)
         case Recipe():
-            export_trained(train_head(target, data, recipe, training, start), target, out)
+            write = partial(export_trained, train_head(target, data, recipe, training, start, target_path), target, out)
+    if not is_first():
+        return
+    write()
     history = read_history(training / f"{recipe.kind}-history.json")
     print(write_head_card(out, history, recipe.kind))
     for name, points in history.curves.items():
@@ -299,7 +320,29 @@ def _train_and_write(
     print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
 
 
-STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
+def run_stage(parsed: argparse.Namespace) -> None:
+    """Run the stage of a parsed command line. Processes that torchrun started train a head together.
+
+    Raises:
+        ValueError: torchrun started several processes for a stage that is no training of a head.
+    """
+    if parsed.stage in _HEADS:
+        with joined(_device(parsed.device)):
+            _HEADS[parsed.stage](parsed)
+    elif is_started():
+        raise ValueError(f"{parsed.stage}: one process computes it; start it without torchrun")
+    else:
+        _OTHERS[parsed.stage](parsed)
+
+
+_HEADS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "eagle3": _head,
+    "mtp": _mtp,
+    "medusa": _medusa,
+    "redrafter": _redrafter,
+    "block": _block,
+}
+_OTHERS: dict[str, Callable[[argparse.Namespace], None]] = {
     "demo": _demo,
     "tokenizer": _tokenizer,
     "target": _target,
@@ -308,8 +351,4 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     **ROW_STAGES,
     "token-map": _token_map,
     "convert": _convert,
-    "eagle3": _head,
-    "medusa": _medusa,
-    "redrafter": _redrafter,
-    "block": _block,
 }

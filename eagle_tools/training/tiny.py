@@ -20,7 +20,7 @@ from eagle_server.models.targets.registry import read_target_config
 from eagle_tools.training.generate import continue_texts
 from eagle_tools.training.heads import NewHead, new_eagle, new_eagle3
 from eagle_tools.training.loop import Optimizers
-from eagle_tools.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
+from eagle_tools.training.medusa import export_medusa, medusa_loss, new_heads
 from eagle_tools.training.recipes import Kind
 from eagle_tools.training.ttt import teach, ttt_loss
 
@@ -75,7 +75,7 @@ def tiny_medusa(target: TargetModel, directory: Path, *, heads: int = 4, steps: 
     optimizers = Optimizers.of(model)
     for step in range(steps):
         window = texts[torch.randint(_TEXTS, (_BATCH,), generator=generator)]
-        loss, _ = medusa_loss(model, medusa_lesson(target, window))
+        loss, _ = medusa_loss(model, teach(target, window, torch.arange(target.config.vocab_size)))
         loss.backward()
         optimizers.step(0.01 * (1 - step / steps))
     export_medusa(model, directory, torch.float32)

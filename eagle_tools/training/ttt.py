@@ -8,7 +8,7 @@ the chains that begin at every row of a text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LossName
 from eagle_tools.training.text_attention import TextAttention, by_text, in_blocks, recomputed
 
+LogitsOf = Callable[[int, Tensor], Tensor]  # (step, rows) -> logits [rows, Vd]
 PASS_DECAY = 0.8
 KEPT = 1 << 26  # logits; what is more is computed again in the backward pass, not kept
 CHUNK = 512  # rows of which distributions over the vocabulary exist at a time
@@ -52,7 +53,7 @@ class RolloutAttention(BoundAttention):
         last = len(passes) - 1
         if last == 0:
             return TextAttention(self.batch, self.packing).run(q, k, v, layer)
-        chain = [(_down(a, last - j), _down(b, last - j)) for j, (a, b) in enumerate(passes) if j > 0]
+        chain = [(down(a, last - j), down(b, last - j)) for j, (a, b) in enumerate(passes) if j > 0]
         return in_blocks(q, passes[0], chain, self.packing, layer)
 
 
@@ -133,38 +134,65 @@ def _rolled(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
     """The input of the lm_head [batch * length, H] of each pass."""
     attention = RolloutAttention(lesson.batch, lesson.packing)
     hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast returns bfloat16
-    for _ in range(passes):
-        output = head(lesson.tokens, hidden, lesson.positions, attention)
+    begins = _document_begins(lesson)
+    for level in range(passes):
+        output = head.draft(level, lesson.tokens, hidden, lesson.positions, attention)
         yield output.normed
-        hidden = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1).flatten(0, 1)
+        moved = down(output.feedback.unflatten(0, (lesson.batch, -1)), 1)
+        hidden = (moved if begins is None else moved.masked_fill(begins, 0.0)).flatten(0, 1)
+
+
+def _document_begins(lesson: Lesson) -> Tensor | None:
+    """Which rows are the first of a document, bool [batch, length, 1]; None: those with zeros already.
+
+    Several MTP layers read zeros there: their keys in a text's first rows are seen by all later rows.
+    """
+    if lesson.packing is None:
+        return None
+    documents = lesson.packing.documents[:, : len(lesson.tokens) // lesson.batch]
+    return (F.pad(documents[:, :-1], (1, 0), value=-2) != documents)[..., None]
 
 
 def ttt_loss(head: DraftHead, lesson: Lesson, passes: int, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
     """(loss, hits bool [passes, batch, length]): hits says where the head's best token is the next token.
 
-    loss = sum over s of 0.8^s * mean over rows of `loss` between p and q_s, over the sum of the weights. Both are at
-    the lesson's temperature. A token outside the draft vocabulary is a miss. With a packing only its chains count.
+    The loss is that of `aligned_loss`, p and q at the lesson's temperature. A token outside the draft vocabulary is a
+    miss. With a packing only its chains count.
     """
     normed = list(_rolled(head, lesson, passes))
-    counted = _counted_rows(lesson, passes)
+    counted = counted_rows(lesson, passes)
+    total, best = aligned_loss(lesson, normed, counted, lambda _, rows: head.logits(rows), loss)
+    hits = head.target_ids(best) == lesson.following
+    return total, hits.unflatten(1, (lesson.batch, -1))
+
+
+def aligned_loss(
+    lesson: Lesson, steps: Sequence[Tensor], counted: Tensor, logits_of: LogitsOf, loss: LossName
+) -> tuple[Tensor, Tensor]:
+    """(loss, the draft's best ids [steps, batch * length]), of rows that lie where the token is that they predict.
+
+    loss = sum over s of 0.8^s * mean over the rows that count of `loss` between p and q_s, over the sum of the weights;
+    0 for a step of which none counts. Logits exist for some rows at a time.
+
+    steps: of which `logits_of` makes logits, each [batch * length, *]. counted: bool [steps, batch * length].
+    """
     places = counted.long().cumsum(1) - 1  # each row's number among those that count, which `coupled` draws by
     large = counted.numel() * len(lesson.teacher.draft_ids) > KEPT
     values, best = [], []
     for start in range(0, len(lesson.tokens), CHUNK):
         rows = slice(start, start + CHUNK)
-        chunk = partial(_chunk_losses, head, lesson.teacher, loss, rows)
-        found = recomputed(chunk, places[:, rows], *(each[rows] for each in normed), large=large)
+        chunk = partial(_chunk_losses, logits_of, lesson.teacher, loss, rows)
+        found = recomputed(chunk, places[:, rows], *(each[rows] for each in steps), large=large)
         values.append(found[0])
         best.append(found[1])
     kept = torch.where(counted[..., None], torch.cat(values, dim=1), 0.0)
-    means = kept.sum(1) / counted.sum(1, keepdim=True).clamp_min(1)  # [passes, terms]
+    means = kept.sum(1) / counted.sum(1, keepdim=True).clamp_min(1)  # [steps, terms]
     total = sum((PASS_DECAY**s * combined_loss(loss, mean) for s, mean in enumerate(means)), means.new_zeros(()))
-    hits = head.target_ids(torch.cat(best, dim=1)) == lesson.following
-    return total / sum(PASS_DECAY**index for index in range(passes)), hits.unflatten(1, (lesson.batch, -1))
+    return total / sum(PASS_DECAY**index for index in range(len(steps))), torch.cat(best, dim=1)
 
 
-def _counted_rows(lesson: Lesson, passes: int) -> Tensor:
-    """Which rows count in each pass, bool [passes, batch * length]."""
+def counted_rows(lesson: Lesson, passes: int) -> Tensor:
+    """Which rows count in each pass, bool [passes, batch * length]. Without a packing these are rows s.. in pass s."""
     length = len(lesson.tokens) // lesson.batch
     if lesson.packing is None:
         begins = lesson.tokens.new_ones(passes, lesson.batch, length, dtype=torch.bool)
@@ -175,12 +203,12 @@ def _counted_rows(lesson: Lesson, passes: int) -> Tensor:
 
 
 def _chunk_losses(
-    head: DraftHead, teacher: Teacher, loss: LossName, rows: slice, places: Tensor, *normed: Tensor
+    logits_of: LogitsOf, teacher: Teacher, loss: LossName, rows: slice, places: Tensor, *steps: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(the terms of the loss of some rows, float32 [passes, rows, terms]; the draft's best ids [passes, rows])."""
+    """(the terms of the loss of some rows, float32 [steps, rows, terms]; the draft's best ids [steps, rows])."""
     probs, values, best = teacher.probs(rows), [], []
-    for index, each in enumerate(normed):
-        logits = head.logits(each).float()
+    for index, each in enumerate(steps):
+        logits = logits_of(index, each).float()
         values.append(row_losses(loss, probs, logits / teacher.temperature, places[index]))
         best.append(logits.argmax(-1))
     return torch.stack(values), torch.stack(best)
@@ -225,6 +253,6 @@ def chain_length(hits: Tensor) -> float:
     return 1.0 + float(chains.float().cumprod(0).sum(0).mean())
 
 
-def _down(x: Tensor, rows: int) -> Tensor:
+def down(x: Tensor, rows: int) -> Tensor:
     """Move the second-to-last dimension down by `rows`; zeros come in at the top."""
     return F.pad(x, (0, 0, rows, 0))[..., : x.shape[-2], :]

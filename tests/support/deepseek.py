@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from eagle_server.models.checkpoints.drafts.mtp_files import published_name
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
@@ -74,14 +75,19 @@ def random_pair(seed: int = 0, base: dict[str, Any] = DEEPSEEK, **settings: Any)
     _randomize(target)
     nn.init.normal_(target.embed)
     nn.init.normal_(target.lm_head.weight, std=3.5 / math.sqrt(config.hidden_size))
-    borrowed = TargetWeights(target.embed.detach(), target.lm_head)
-    count = config_json.get("num_nextn_predict_layers", 1)
-    head = MtpHead(MtpConfig.of(config, config.num_layers, count), config.max_position, borrowed)
-    _randomize(head)
+    head = random_layers(target, config_json.get("num_nextn_predict_layers", 1))
     return target.requires_grad_(requires_grad=False).eval(), head
 
 
-def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
+def random_layers(target: TargetModel, count: int = 1) -> MtpHead:
+    """Random MTP layers for a target of any family."""
+    config, borrowed = target.config, TargetWeights(target.embed.detach(), target.lm_head)
+    head = MtpHead(MtpConfig.of(config, config.num_layers, count), config.max_position, borrowed)
+    _randomize(head)
+    return head
+
+
+def train(target: TargetModel, head: MtpHead, steps: int = 60, passes: int = 3) -> None:
     """Train the head for a few seconds on texts of the target."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(target.config.vocab_size, (192, 4), generator=generator)
@@ -91,7 +97,7 @@ def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / steps)
         window = texts[torch.randint(len(texts), (24,), generator=generator)]
-        loss, _ = ttt_loss(head, teach(target, window, everything, head.aux_boundaries), 3)
+        loss, _ = ttt_loss(head, teach(target, window, everything, head.aux_boundaries), passes)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -108,7 +114,8 @@ def save(
             f"{prefix}embed_tokens.weight": target.embed.detach().clone(),
             f"{prefix}shared_head.head.weight": target.lm_head.dense_weight().detach().clone(),
         }
-        own = {name: view.detach().clone() for name, view in head.weight_views()}
+        copies = {published_name(name, head.mtp): value for name, value in copies.items()}
+        own = {published_name(name, head.mtp): view.detach().clone() for name, view in head.weight_views()}
         save_file({**load_file(file), **copies, **own}, file)
     return directory
 

@@ -169,6 +169,15 @@ class DraftHead(DraftModel):
             hidden = hidden.index_select(0, parents)
         return self(tokens, hidden, positions, attention)  # type: ignore[no-any-return]
 
+    def draft(
+        self, level: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention
+    ) -> DraftOutput:
+        """`forward` of the layer that drafts a level (0: the root's children), and of no other, as a training needs it.
+
+        feedback [rows, H]: what the layer of the next level reads at the row after.
+        """
+        return self(tokens, hidden, positions, attention)  # type: ignore[no-any-return]
+
     @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, draft vocabulary], in the dtype of the lm_head's product or in float32."""

@@ -67,18 +67,29 @@ class MedusaHeads(DraftModel):
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """h [rows, H] -> logits of the first `heads` heads (None: all), float32 [heads, rows, draft vocabulary]."""
+        x = self.states(hidden, heads)
+        if not self.lm_heads:  # one product for all heads
+            return self.head_logits(0, x.flatten(0, 1)).float().view(*x.shape[:2], -1)
+        return torch.stack([self.head_logits(i, each) for i, each in enumerate(x)]).float()
+
+    def states(self, hidden: Tensor, heads: int | None = None) -> Tensor:
+        """h [rows, H] -> what the first `heads` heads (None: all) make their logits of, [heads, rows, H]."""
         count = heads or self.config.heads
-        x = hidden.expand(count, -1, -1)  # [heads, rows, H]
+        x = hidden.expand(count, -1, -1)
         if self.first is not None:
             gate = self.first(hidden).unflatten(-1, (-1, hidden.shape[-1]))[:, :count]
             x = x + F.silu(gate).transpose(0, 1)
         for blocks in self.later:
             gates = [blocks[i](x[i]) for i in range(count)]  # type: ignore[index]
             x = x + F.silu(torch.stack(gates))
-        if not self.lm_heads:
-            shared = self._target.lm_head if self.shared_rows is None else self.shared_rows
-            return shared(x.flatten(0, 1)).float().unflatten(0, (count, -1))  # type: ignore[no-any-return]
-        return torch.stack([self.lm_heads[i](x[i]) for i in range(count)]).float()
+        return x
+
+    def head_logits(self, head: int, state: Tensor) -> Tensor:
+        """A head's `states` [rows, H] -> its logits [rows, draft vocabulary]."""
+        if self.lm_heads:
+            return self.lm_heads[head](state)  # type: ignore[no-any-return]
+        shared = self._target.lm_head if self.shared_rows is None else self.shared_rows
+        return shared(state)  # type: ignore[no-any-return]
 
     def weight_views(self) -> Views:
         """Every published name with its view of a parameter."""

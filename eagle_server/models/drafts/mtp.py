@@ -152,6 +152,14 @@ class MtpHead(PostNormHead):
             kept[number] = self._passed_on(number, read, normed, stream)
         return DraftOutput(torch.cat(kept, dim=1), outputs[0])
 
+    def draft(
+        self, level: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention
+    ) -> DraftOutput:
+        """See `DraftHead`. The last layer drafts all deeper levels."""
+        number = min(level, self.num_layers - 1)
+        normed, stream = self._layers()[number](self.embedded(tokens), hidden, positions, attention)
+        return DraftOutput(self._passed_on(number, hidden, normed, stream), normed)
+
     def _passed_on(self, number: int, read: Tensor, normed: Tensor, stream: Tensor) -> Tensor:
         """What the next layer reads of layer `number`, which read `read`. The last one reads its own output."""
         if not self.mtp.chained and number < self.num_layers - 1:

@@ -117,12 +117,14 @@ class MtpTraits:
     layers(config, count): their config, from the target's. check(raw, source): refuses what they may not be.
     before_norm: they read, and pass on, the residual stream before the last norm.
     chained: a layer reads what the one before it gave; if not, what that one read: the target's state.
+    named_mtp: the family's files name their tensors mtp.*, as Qwen's do.
     """
 
     layers: Callable[[ModelConfig, int], ModelConfig] = own_layers
     before_norm: bool = False
     chained: bool = True
     check: Callable[[Mapping[str, Any], str], None] = _unchecked
+    named_mtp: bool = False
 
 
 def _as_it_is(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:

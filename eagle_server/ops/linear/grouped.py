@@ -27,6 +27,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     The result of row i in group g is weight[g] @ x[i].
     """
+    if torch.is_autocast_enabled(x.device.type):  # in trainings; autocast itself does not know grouped_mm
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
     if _is_supported(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return grouped_linear_twin(x, weight, ends)

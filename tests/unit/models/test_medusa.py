@@ -18,7 +18,8 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_tools.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
+from eagle_tools.training.medusa import export_medusa, medusa_loss, new_heads
+from eagle_tools.training.ttt import teach
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, LAYERS, H, Tensors, V
 
@@ -176,12 +177,13 @@ def test_the_loss_is_the_weighted_cross_entropy_of_later_tokens(target: TargetMo
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
     window = torch.randint(V, (2, length), generator=torch.Generator().manual_seed(2))
-    lesson = medusa_lesson(target, window)
+    lesson = teach(target, window, torch.arange(V))
     loss, hits = medusa_loss(model, lesson)
-    logits, expected = model(lesson.features.flatten(0, 1)).detach().unflatten(1, (2, length - 1)), 0.0
+    logits, expected = model(lesson.features).detach().unflatten(1, (2, length - 2)), 0.0
+    probs = lesson.probs.unflatten(0, (2, -1))
     for i in range(2):
         entropies = [
-            -float((lesson.probs[b, t + i + 1] * logits[i, b, t].log_softmax(-1)).sum())
+            -float((probs[b, t + i] * logits[i, b, t].log_softmax(-1)).sum())
             for b in range(2)
             for t in range(length - 2 - i)
         ]

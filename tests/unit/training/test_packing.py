@@ -22,7 +22,7 @@ from eagle_tools.training.block import new_block
 from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.heads import new_eagle, new_eagle3
 from eagle_tools.training.losses import draft_loss
-from eagle_tools.training.medusa import medusa_lesson, medusa_loss, new_heads
+from eagle_tools.training.medusa import medusa_loss, new_heads
 from eagle_tools.training.packed_blocks import block_loss, block_scores, drawn_anchors
 from eagle_tools.training.packing import Packing, chain_rates
 from eagle_tools.training.recipes import LOSS_NAMES, BlockRecipe, Recipe
@@ -102,10 +102,9 @@ def test_medusa_and_redrafter_losses_are_those_of_rows_apart() -> None:
     medusa, redrafter = new_heads(target, STEPS, 1), new_redrafter(target, exit_dim=16)
     medusas, rollouts = [], []
     for window, packing in (together(), apart()):
-        medusas.append(medusa_loss(medusa, medusa_lesson(target, window, packing))[0])
-        rollouts.append(
-            rollout_loss(redrafter.head, teach(target, window, torch.arange(VOCAB), packing=packing), STEPS)[0]
-        )
+        lesson = teach(target, window, torch.arange(VOCAB), packing=packing)
+        medusas.append(medusa_loss(medusa, lesson)[0])
+        rollouts.append(rollout_loss(redrafter.head, lesson, STEPS)[0])
     torch.testing.assert_close(*medusas, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(*rollouts, rtol=1e-5, atol=1e-5)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_server.attention.interface import LayerSpec
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training import text_attention, ttt
 from eagle_tools.training.losses import draft_loss
+from eagle_tools.training.medusa import medusa_loss, new_heads
 from eagle_tools.training.packing import Packing
 from eagle_tools.training.recipes import LOSS_NAMES, LossName
+from eagle_tools.training.redrafter import rollout_loss
 from eagle_tools.training.rows.row_set import CutRow, packed
 from eagle_tools.training.text_attention import TextAttention
-from eagle_tools.training.ttt import RolloutAttention, rollout, teach, ttt_loss
+from eagle_tools.training.ttt import Lesson, RolloutAttention, rollout, teach, ttt_loss
+from tests.support.redrafter import random_redrafter
 from tests.unit.training.test_training import VOCAB, random_head, random_target
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 23, 4, 2, 8
@@ -106,6 +110,38 @@ def test_the_loss_of_chunks_is_that_of_all_rows_at_once(loss: LossName, monkeypa
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def other_head(kind: str, target: TargetModel) -> tuple[torch.nn.Module, Callable[[Lesson, LossName], Tensor]]:
+    """A random Medusa or ReDrafter head, and the loss of a lesson."""
+    if kind == "redrafter":
+        head = random_redrafter(target).requires_grad_(requires_grad=True)
+        return head, lambda lesson, loss: rollout_loss(head, lesson, 3, loss)[0]
+    heads = new_heads(target, 3, 1, shared_lm_head=kind == "medusa, shared lm_head")
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.25)
+    return heads, lambda lesson, loss: medusa_loss(heads, lesson, loss)[0]
+
+
+@pytest.mark.parametrize("packing", [None, PACKING], ids=["texts", "documents"])
+@pytest.mark.parametrize("loss", LOSS_NAMES)
+@pytest.mark.parametrize("kind", ["medusa", "medusa, shared lm_head", "redrafter"])
+def test_other_heads_in_chunks_have_the_loss_of_all_rows_at_once(
+    kind: str, loss: LossName, packing: Packing | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    target = random_target()
+    model, loss_of = other_head(kind, target)
+    lesson = teach(target, torch.randint(VOCAB, (2, LENGTH + 1)), torch.arange(VOCAB), packing=packing)
+    found = []
+    for chunk, kept in ((512, ttt.KEPT), (5, 0)):
+        monkeypatch.setattr(ttt, "CHUNK", chunk)
+        monkeypatch.setattr(ttt, "KEPT", kept)
+        value = loss_of(lesson, loss)
+        found.append((value, *torch.autograd.grad(value, [*model.parameters()])))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation makes, and the largest with a column per token."""
 
@@ -147,6 +183,18 @@ def test_no_tensor_grows_with_rows_times_vocabulary_or_rows_times_rows(monkeypat
         ttt_loss(new.head, lesson, 3)[0].backward()
     assert largest.by_token == 32 * VOCAB  # the lm_head, transposed; a chunk's logits are half of that
     assert largest.numbers == 599 * 96  # three streams of 32 per token; all scores of a head would be 360,000
+
+
+@pytest.mark.parametrize("kind", ["medusa", "redrafter"])
+def test_no_tensor_of_other_heads_grows_with_rows_times_vocabulary(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ttt, "CHUNK", 16)
+    monkeypatch.setattr(ttt, "KEPT", 0)
+    torch.manual_seed(0)
+    target = random_target()
+    _, loss_of = other_head(kind, target)
+    with Largest() as largest:
+        loss_of(teach(target, torch.randint(VOCAB, (10, 60)), torch.arange(VOCAB)), "kl").backward()
+    assert 16 * VOCAB <= largest.by_token <= 64 * VOCAB  # a chunk, and matrices with a column per token; not 580 rows
 
 
 def test_packed_rows_of_a_windowed_target_are_taught_as_rows_apart() -> None:

@@ -203,6 +203,15 @@ def mtp_name(name: str, index: int) -> str:
     return shared.get(name.removeprefix(prefix), name) if name.startswith(prefix) else name
 
 
+def published_name(name: str, config: MtpConfig) -> str:
+    """The name in the family's own files of a tensor that `MtpHead.weight_views` names: Qwen's mtp.*, or DeepSeek's."""
+    if not mtp_traits(config.layers.architecture).named_mtp:
+        return name
+    part = name.removeprefix(f"model.layers.{config.index}.")
+    theirs, ours = next(pair for pair in _QWEN_NAMES.items() if part.startswith(pair[1]))
+    return theirs + part.removeprefix(ours)
+
+
 def mtp_config(files: DraftFiles, target: ModelConfig, numbers: range) -> MtpConfig:
     """The config of the MTP layers, from their config.json. Family, width and vocabulary must be the target's.
 

@@ -14,7 +14,7 @@ from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer, recurrent_layers
 from eagle_server.models.gated_delta import GatedDeltaNet
 from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP
-from eagle_server.models.targets.interface import TargetFamily
+from eagle_server.models.targets.interface import MtpTraits, TargetFamily
 from eagle_server.ops.recurrent.nodes import RecurrentShape
 
 DEFAULTS = {  # transformers', of keys that config.json may leave out
@@ -73,4 +73,5 @@ def _layer(config: ModelConfig, layer: int) -> DecoderLayer:
     return DecoderLayer(config, hybrid_attention(config, layer), GatedMLP(config))
 
 
-QWEN3_5 = TargetFamily("Qwen3_5ForCausalLM", "qwen3_5_text", hybrid_flags, _layer, DEFAULTS, ROTATED)
+QWEN_MTP = MtpTraits(named_mtp=True)
+QWEN3_5 = TargetFamily("Qwen3_5ForCausalLM", "qwen3_5_text", hybrid_flags, _layer, DEFAULTS, ROTATED, QWEN_MTP)

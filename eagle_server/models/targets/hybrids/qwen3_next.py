@@ -14,7 +14,7 @@ from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import integer
 from eagle_server.models.layers import DecoderLayer
 from eagle_server.models.moe import feed_forward
-from eagle_server.models.targets.hybrids.qwen3_5 import DEFAULTS, ROTATED, hybrid_attention, hybrid_flags
+from eagle_server.models.targets.hybrids.qwen3_5 import DEFAULTS, QWEN_MTP, ROTATED, hybrid_attention, hybrid_flags
 from eagle_server.models.targets.interface import TargetFamily
 from eagle_server.models.targets.qwen3_moe import qwen_experts
 
@@ -44,6 +44,7 @@ QWEN3_NEXT = TargetFamily(
     partial(_layer, by_key_head=True),
     {**DEFAULTS, **_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
     ROTATED,
+    QWEN_MTP,
 )
 QWEN3_5_MOE = TargetFamily(
     "Qwen3_5MoeForCausalLM",
@@ -52,4 +53,5 @@ QWEN3_5_MOE = TargetFamily(
     partial(_layer, by_key_head=False),
     {**DEFAULTS, **_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
     ROTATED,
+    QWEN_MTP,
 )
