@@ -23,7 +23,7 @@ from tests.unit.training.test_packing import many_rows
 from tests.unit.training.test_packing import write as write_rows
 
 LAYERS = ("--aux-layers", "1", "2", "3")
-FEW = ["--device", "cpu", "--texts", "1", "--length", "63", "--accumulate", "4"]
+FEW = ["--device", "cpu", "--texts", "1", "--length", "63", "--accumulate", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_two_processes_have_the_loss_curve_of_one(stage: str, pair: TinyPair, da
     check_equal(one, two)
     assert [step for step, _ in curves(two)["train loss"]] == [0, 10]
     assert len(curves(two)["answers accept length"]) == (3 if stage == "mtp" else 2)
-    apart = [*command, "--steps", "1", "--out"]
+    apart = [*command, "--steps", "3", "--out"]
     assert [each[0] for each in together([*apart, str(tmp_path / "first")], [*apart, str(second)])] == [0, 0]
     assert (tmp_path / "first" / "config.json").is_file()
     assert not [path for path in second.rglob("*") if path.is_file()]
