@@ -22,10 +22,12 @@ RECURRENT = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 2},
 }
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 OWN = {
     "qwen3.5-0.8b": RECURRENT,
     "granite-4.0-h-1b": {**MAMBA2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2-1.2b": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "deepseek-v2-lite": {**EXPERTS, **LATENT, "head_dim": 4, "num_key_value_heads": 4},
 }
 ATTENTION = 32 * 8 * (4 + 2 + 2) + 32 * 32  # weights of qkv and o
 READ = {  # numbers of two layers
@@ -37,6 +39,8 @@ READ = {  # numbers of two layers
     # the projections of z, x, B, C and dt, 148 outputs padded to 160, and the state
     "granite-4.0-h-1b": 32 * 160 + 64 * 32 + 4 * 8 * 16 + ATTENTION + 2 * 3 * 32 * 48,
     "lfm2-1.2b": 32 * 96 + 32 * 32 + ATTENTION + 2 * 3 * 32 * 48,
+    # the latent with its rotated part, 20 outputs padded to 32, queries, o, W_UK and W_UV; an MLP; experts, two shared
+    "deepseek-v2-lite": 2 * (32 * 32 + 32 * 48 + 32 * 32 + 4 * 16 * 16) + 3 * 32 * 48 + (4 + 2) * 3 * 32 * 16,
 }
 
 
@@ -53,6 +57,6 @@ def test_a_step_reads_all_weights_when_all_experts_are_chosen(
     assert shapes.main([*given, "--dtype", "float32", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["must_read"] for row in rows if row["name"] == "native"] == [4 * READ[shape]] * 2
-    theirs = {"transformers"} if own is not EXPERTS else {f"transformers, {name}" for name in shapes.EXPERTS}
+    theirs = {"transformers"} if "num_experts" not in own else {f"transformers, {name}" for name in shapes.EXPERTS}
     assert {row["name"] for row in rows} == {"native", *theirs}
     assert all(row["seconds"] > 0 for row in rows)
