@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.models.checkpoints.fused_experts import single_experts
-from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights
+from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights, some_of
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import LARGEST_SIZE
 from eagle_server.models.layers import Linear, linear_views
@@ -37,7 +37,6 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV
 _BITS = (4, 8)
 _INT8_ZERO = 128
-_NAMED = 8  # the number of tensors that a warning lists
 
 log = logging.getLogger(__name__)
 
@@ -284,11 +283,6 @@ def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantiz
     return shifted * scales.repeat_interleave(group, 1)[:, :columns]
 
 
-def _named(tensors: Iterable[str]) -> str:
-    names = [*tensors]
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
 @dataclass(frozen=True)
 class Rounded:
     """A linear layer whose tensors are all quantized: `tensors` by name, and the layer's views of them, in order."""
@@ -304,12 +298,12 @@ class Rounded:
             weight = BlockWeight.stacked(in_blocks)
             if packable(weight):
                 return weight
-            log.warning("%s: multiplied out: 16 outputs have several types", _named(self.tensors))
+            log.warning("%s: multiplied out: 16 outputs have several types", some_of(self.tensors))
         known = [each for each in parts if isinstance(each, QuantizedWeight)]
         if len(known) == len(parts) and len({(each.quantization, each.group) for each in known}) == 1:
             return QuantizedWeight.stacked(known)
         if in_blocks and known:
-            log.warning("%s: multiplied out: no kernel computes their types in one layer", _named(self.tensors))
+            log.warning("%s: multiplied out: no kernel computes their types in one layer", some_of(self.tensors))
         with torch.no_grad():
             for part, view in zip(parts, self.views, strict=True):
                 view.copy_(_dense(part))
@@ -344,7 +338,7 @@ def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weigh
                 shapes = f"expected shape {list(parts[name].shape)}, found {list(tensor.shape)}"
                 raise CheckpointError(f"{tensor.file}: {tensor.key}: {shapes}")
         if 0 < len(tensors) < len(linear.parts):
-            log.warning("%s: multiplied out: other weights of the layer are not quantized", _named(tensors))
+            log.warning("%s: multiplied out: other weights of the layer are not quantized", some_of(tensors))
         if len(tensors) == len(linear.parts):
             rounded[linear] = Rounded(tensors, tuple(parts.values()))
     return rounded

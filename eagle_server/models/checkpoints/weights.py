@@ -222,10 +222,10 @@ def check_names(expected: Iterable[str], stored: Weights, source: Path) -> None:
     wanted = set(expected)
     missing, unexpected = sorted(wanted - set(stored)), sorted(set(stored) - wanted)
     if missing:
-        raise CheckpointError(f"{source}: missing tensors: {_some(missing)}; found {len(stored)} tensors")
+        raise CheckpointError(f"{source}: missing tensors: {some_of(missing)}; found {len(stored)} tensors")
     if unexpected:
         keys = [stored[name].key for name in unexpected]
-        raise CheckpointError(f"{stored[unexpected[0]].file}: unexpected tensors: {_some(keys)}")
+        raise CheckpointError(f"{stored[unexpected[0]].file}: unexpected tensors: {some_of(keys)}")
 
 
 def read_as(stored: StoredTensor, shape: tuple[int, ...], *, floating: bool) -> Tensor:
@@ -342,7 +342,7 @@ def _sharded(index: Path, reader: Callable[[Path], Weights]) -> Weights:
         stored.update(reader(index.parent / shard))
     absent = sorted(set(placed) - set(stored))
     if absent:
-        raise CheckpointError(f"{index}: names tensors that no shard holds: {_some(absent)}")
+        raise CheckpointError(f"{index}: names tensors that no shard holds: {some_of(absent)}")
     return stored
 
 
@@ -362,6 +362,8 @@ def _checkpoint_errors() -> Iterator[None]:
         raise CheckpointError(str(error)) from None
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def some_of(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    every = [*names]
+    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
+    return ", ".join(every[:_NAMED]) + more

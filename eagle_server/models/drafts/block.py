@@ -282,7 +282,7 @@ class BlockHead(DraftModel):
     def edge(
         self, y: Tensor, parents: Tensor, tokens: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """`edges` over candidates by target ids, int64 [bs, 1 or nodes, C]; None: over the whole draft vocabulary."""
+        """A selector's `edges` over candidates by target ids, int64 [bs, 1 or nodes, C]; None: others, over all."""
         assert self.edges is not None
         if tokens is None:
             return self.edges.to_all(y, parents, state)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_server.hub import HubError, hub_file, hub_names, why_offline
+from eagle_server.models.checkpoints.weights import some_of
 from eagle_server.models.config import CheckpointError
 
-_SHOWN = 12  # names in a message
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 _NO_MODELS = ("mmproj", "imatrix")  # image towers, and statistics of a rounding
 
@@ -59,11 +59,9 @@ def chosen(names: Sequence[str], repository: str, wanted: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise CheckpointError(f"{repository}: {wanted} could be {_some(found)}; name the file: {repository}:{found[0]}")
+        raise CheckpointError(
+            f"{repository}: {wanted} could be {some_of(found)}; name the file: {repository}:{found[0]}"
+        )
     where = f" in the cache, as {reason}" if (reason := why_offline()) is not None else ""
-    known = f"there are {_some(sorted(whole))}" if whole else "it has no GGUF file"
+    known = f"there are {some_of(sorted(whole))}" if whole else "it has no GGUF file"
     raise CheckpointError(f"{repository}: no GGUF file {wanted}{where}; {known}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
